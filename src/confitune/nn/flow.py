@@ -1,0 +1,209 @@
+"""What flows where: which convolution made the tensor that a batch norm reads.
+
+Found by running a throw-away copy of the network once, not by names or by module order: a pair is the same tensor at
+the same version, so an in-place activation or an addition between the two is seen.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from timm.layers import Conv2dSame
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from confitune.errors import ConfituneError
+from confitune.nn.geometry import ConvGeometry
+
+_Stamp = tuple[int, int]  # identity and version of a tensor
+
+
+@dataclass(frozen=True)
+class ConvCall:
+    """One call of a convolution (or Linear) module."""
+
+    module: str
+    reads: _Stamp
+    makes: _Stamp
+    geometry: ConvGeometry | None  # None: the module changes its input in a way we cannot follow
+    direct_weight: bool  # forward uses module.weight as it is
+
+
+@dataclass
+class Flow:
+    """What one forward pass showed."""
+
+    features: tuple[int, ...] | None = None  # shape of the output, without the batch; None: not one tensor
+    convs: list[ConvCall] = field(default_factory=list)
+    norms: list[tuple[str, _Stamp]] = field(default_factory=list)
+    last_linear: str | None = None  # the Linear whose output is the network's output
+    made_by: dict[_Stamp, str] = field(default_factory=dict)
+
+    def conv_before(self, norm: str) -> tuple[ConvCall | None, str]:
+        """The convolution whose output `norm` reads, or None and the reason in words."""
+        calls = [stamp for name, stamp in self.norms if name == norm]
+        if len(calls) != 1:
+            return None, "is called more than once" if calls else "is not called in a forward pass"
+        call = next((call for call in self.convs if call.makes == calls[0]), None)
+        if call is None:
+            return None, f"reads the output of {self.made_by.get(calls[0], 'no operation that was seen')}"
+        if Counter(conv.module for conv in self.convs)[call.module] > 1:
+            return None, f"its convolution {call.module} is called more than once"
+        if call.geometry is None:
+            return None, f"its convolution {call.module} changes its input before convolving"
+        return call, ""
+
+
+def trace_flow(model: nn.Module, example_input: Tensor | None = None) -> Flow:
+    """Run a copy of `model` in training mode on `example_input` (default: guessed) and record what flows.
+
+    The copy lives on the meta device where that works, so nothing is computed and no state or random number is touched.
+    """
+    example = guess_input(model) if example_input is None else example_input
+    failure: Exception | None = None
+    # For real where meta tensors cannot go (data-dependent control flow, tensors outside of buffers); in evaluation
+    # mode where training needs more than an image (auxiliary classifiers of a larger input).
+    for device, training in (("meta", True), ("cpu", True), ("cpu", False)):
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return _trace(copy.deepcopy(model).to(device).train(training), example.to(device))
+        except Exception as error:
+            failure = failure or error
+    raise ConfituneError(
+        f"{type(model).__name__} does not run on an input of shape {tuple(example.shape)} ({failure}); "
+        "pass example_input, a batch of two images as the network expects them"
+    ) from failure
+
+
+def guess_input(model: nn.Module) -> Tensor:
+    """Two blank images of the size a network was made for."""
+    cfg = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
+    if isinstance(cfg, dict) and "input_size" in cfg:
+        return torch.zeros(2, *cfg["input_size"])
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            return torch.zeros(2, module.in_channels, 224, 224)
+        if isinstance(module, nn.Linear):
+            return torch.zeros(2, module.in_features)
+    return torch.zeros(2, 3, 224, 224)
+
+
+def _trace(model: nn.Module, example: Tensor) -> Flow:
+    recorder = _Recorder(model)
+    with torch.no_grad(), recorder:
+        output = model(example)
+    if isinstance(output, Tensor):
+        recorder.flow.features = tuple(output.shape[1:])
+        last = recorder.made_by_module.get(_stamp(output))
+        recorder.flow.last_linear = last if last and isinstance(model.get_submodule(last), nn.Linear) else None
+    return recorder.flow
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.flow = Flow()
+        self.made_by_module: dict[_Stamp, str] = {}
+        self._stack: list[tuple[str, nn.Module, Tensor | None]] = []
+        self._pads: dict[_Stamp, tuple[_Stamp, tuple[int, ...], str, float]] = {}
+        self._alive: list[Tensor] = []  # so that no identity is used twice
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(self._entering(name))
+            module.register_forward_hook(self._leaving)
+
+    def _entering(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            first = args[0] if args and isinstance(args[0], Tensor) else None
+            self._stack.append((name, module, first))
+            if isinstance(module, _BatchNorm) and first is not None:
+                self._alive.append(first)
+                self.flow.norms.append((name, _stamp(first)))
+
+        return hook
+
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        before = {id(tensor) for tensor in _tensors(args)}
+        output = func(*args, **kwargs)
+        name = (resolve_name(func) or getattr(func, "__name__", str(func))).rsplit(".", 1)[-1].strip("_")
+        for tensor in _tensors(output):
+            self._alive.append(tensor)
+            # contiguous() and the like may hand back their input untouched: that is still what its maker made
+            if id(tensor) not in before or _stamp(tensor) not in self.flow.made_by:
+                self.flow.made_by[_stamp(tensor)] = name
+        if name == "pad" and isinstance(output, Tensor):
+            self._record_pad(output, *args, **kwargs)
+        elif name in ("conv2d", "linear") and self._stack:
+            self._record_conv(name, output, args, kwargs)
+        return output
+
+    def _record_pad(
+        self, output: Tensor, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None
+    ) -> None:
+        self._pads[_stamp(output)] = (_stamp(input), tuple(pad), mode, value or 0.0)
+
+    def _record_conv(self, name: str, output: Tensor, args: Any, kwargs: Any) -> None:
+        module_name, module, module_input = self._stack[-1]
+        if not isinstance(module, (nn.Conv2d, nn.Linear)) or module_input is None:
+            return
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
+        self.made_by_module[_stamp(output)] = module_name
+        self._alive.append(module_input)
+        self.flow.convs.append(
+            ConvCall(
+                module=module_name,
+                reads=_stamp(module_input),
+                makes=_stamp(output),
+                geometry=self._geometry(module, module_input, args[0]),
+                direct_weight=weight is module._parameters.get("weight"),
+            )
+        )
+
+    def _geometry(self, module: nn.Conv2d | nn.Linear, module_input: Tensor, conv_input: Tensor) -> ConvGeometry | None:
+        """Geometry from the module's input to the convolution's output, checked against what was really padded."""
+        if isinstance(module, nn.Linear):
+            untouched = module_input.dim() == 2 and _stamp(module_input) == _stamp(conv_input)
+            return ConvGeometry() if untouched else None
+        geometry = conv_geometry(module)
+        if _stamp(module_input) == _stamp(conv_input):
+            return geometry if geometry.mode == "zeros" and geometry.padding is not None else None
+        source, pad, mode, value = self._pads.get(_stamp(conv_input), (None, (), "", 0.0))
+        expected = tuple(
+            amount for axis in (1, 0) for amount in geometry.axis_padding(axis, module_input.shape[2 + axis])
+        )
+        mode = "zeros" if mode == "constant" else mode
+        followed = source == _stamp(module_input) and pad == expected and mode == geometry.mode and not value
+        return geometry if followed else None
+
+
+def conv_geometry(conv: nn.Conv2d) -> ConvGeometry:
+    """Geometry of a convolution module, timm's dynamic 'same' padding included."""
+    left, right, top, bottom = conv._reversed_padding_repeated_twice
+    return ConvGeometry(
+        kernel=(conv.kernel_size[0], conv.kernel_size[1]),
+        stride=(conv.stride[0], conv.stride[1]),
+        dilation=(conv.dilation[0], conv.dilation[1]),
+        padding=None if isinstance(conv, Conv2dSame) else ((top, bottom), (left, right)),
+        mode=conv.padding_mode,  # type: ignore[arg-type]
+    )
+
+
+def _stamp(tensor: Tensor) -> _Stamp:
+    return id(tensor), tensor._version
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,148 @@
+"""What is kept of every task: one packed row of numbers each.
+
+The network has one live slot (the batch norms' own parameters and buffers, the input statistics, a head) at addresses
+that never change. A row is that slot, flattened. Switching tasks copies rows in and out of the slot; nothing is ever
+swapped, so captured graphs, memory-mapped rows and distributed wrappers stay valid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from confitune.errors import ConfituneError
+from confitune.nn.geometry import Size
+from confitune.nn.input_means import InputMeans
+from confitune.nn.xconv import TaskNorm, XconvNorm
+
+
+@dataclass
+class TaskEntry:
+    """One task: its classes and its packed row (batch-norm state, input statistics, then the head)."""
+
+    classes: tuple[str, ...]
+    row: Tensor
+    finished: bool = False
+    image_size: Size | None = None  # of the images its statistics were measured on
+    sizes: tuple[Size | None, ...] = ()  # of the tensors the statistics belong to
+    batches: tuple[int, ...] = ()  # how many batches the statistics have seen
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One live tensor: an attribute of a module, found anew each time because moving a network replaces buffers."""
+
+    key: str
+    module: nn.Module
+    attribute: str
+
+    @property
+    def tensor(self) -> Tensor:
+        tensor = getattr(self.module, self.attribute)
+        assert isinstance(tensor, Tensor)
+        return tensor.detach()
+
+
+@dataclass
+class TaskMemory:
+    """Rows of all tasks and the live slot they are copied to and from.
+
+    A finished task's row has no output mean for layers that recover it; an unfinished task's row has everything.
+    """
+
+    norms: dict[str, TaskNorm]
+    statistics: dict[str, InputMeans]  # by the name of the first convolution that reads the tensor
+    tasks: dict[str, TaskEntry] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, backbone: nn.Module) -> TaskMemory:
+        """The memory for a converted backbone, linked to its layers."""
+        norms = {name: module for name, module in backbone.named_modules() if isinstance(module, TaskNorm)}
+        conv_names = {module: name for name, module in backbone.named_modules()}
+        statistics: dict[str, InputMeans] = {}
+        for norm in norms.values():
+            if isinstance(norm, XconvNorm) and norm.input_statistics not in statistics.values():
+                statistics[conv_names[norm.conv]] = norm.input_statistics
+        memory = cls(norms, statistics)
+        for norm in norms.values():
+            if isinstance(norm, XconvNorm):
+                norm._memory = (memory,)
+        return memory
+
+    def entry(self, task: str) -> TaskEntry:
+        """The entry of a task, or an error that names the tasks there are."""
+        if task not in self.tasks:
+            known = ", ".join(map(repr, self.tasks)) or "none yet"
+            raise ConfituneError(f"no task {task!r}; tasks: {known}. Add it with add_task({task!r}, classes)")
+        return self.tasks[task]
+
+    def store(self, entry: TaskEntry, head: nn.Linear, finished: bool) -> None:
+        """Pack the live slot into `entry`."""
+        parts = [slot.tensor for slot in self._slots(finished)] + [head.weight.detach(), head.bias.detach()]
+        entry.row = torch.cat([part.reshape(-1) for part in parts])
+        entry.finished = finished
+        entry.sizes = tuple(statistics.size for statistics in self.statistics.values())
+        entry.batches = tuple(int(statistics.batches) for statistics in self.statistics.values())
+
+    @torch.no_grad()
+    def load(self, entry: TaskEntry, head: nn.Linear) -> None:
+        """Copy a task's row into the live slot; layers that recover their mean keep a stale one until prepared."""
+        slots = self._slots(entry.finished)
+        live = [slot.tensor for slot in slots] + [head.weight.detach(), head.bias.detach()]
+        for target, part in zip(live, _split(entry.row, [tuple(t.shape) for t in live]), strict=True):
+            target.copy_(part)
+        for statistics, size, batches in zip(self.statistics.values(), entry.sizes, entry.batches, strict=True):
+            statistics.size = size
+            statistics.batches.fill_(batches)
+
+    def named_parts(self, entry: TaskEntry) -> dict[str, Tensor]:
+        """The row as named views: keys name layers, never the task, so a saved task can be renamed or moved."""
+        features = (entry.row.numel() - self.norm_numbers(entry)) // len(entry.classes) - 1
+        shapes = self.shapes(entry.finished, len(entry.classes), features)
+        return dict(zip(shapes, _split(entry.row, list(shapes.values())), strict=True))
+
+    def shapes(self, finished: bool, classes: int, features: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a row's parts, in their order."""
+        norm = {slot.key: tuple(slot.tensor.shape) for slot in self._slots(finished)}
+        return {**norm, "head.weight": (classes, features), "head.bias": (classes,)}
+
+    def stored_tables(self, task: str, statistics: InputMeans) -> tuple[list[Tensor], Size | None]:
+        """A task's stored tables of one tensor's statistics, and the size they were measured at."""
+        entry = self.entry(task)
+        place = next(i for i, known in enumerate(self.statistics.values()) if known is statistics)
+        name = list(self.statistics)[place]
+        if entry.sizes[place] is None:
+            raise ConfituneError(f"task {task!r} has no input statistics yet: train it first")
+        parts = self.named_parts(entry)
+        return [parts[_table_key(name, table)] for table in range(len(statistics.tables))], entry.sizes[place]
+
+    def norm_numbers(self, entry: TaskEntry) -> int:
+        """How many numbers of a row are not the head's."""
+        return sum(slot.tensor.numel() for slot in self._slots(entry.finished))
+
+    def _slots(self, finished: bool) -> list[_Slot]:
+        slots = []
+        for name, norm in self.norms.items():
+            recovers = isinstance(norm, XconvNorm)
+            fields = ["weight", "bias", "running_var"] + ([] if recovers and finished else ["running_mean"])
+            slots += [_Slot(f"{name}.{f}", norm, f) for f in fields if getattr(norm, f) is not None]
+        for name, statistics in self.statistics.items():
+            slots += [
+                _Slot(_table_key(name, table), statistics, f"table{table}") for table in range(len(statistics.tables))
+            ]
+        return slots
+
+
+def _table_key(conv: str, table: int) -> str:
+    return f"{conv}.input_means" + (f".{table}" if table else "")
+
+
+def _split(row: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    sizes = [math.prod(shape) for shape in shapes]
+    if sum(sizes) != row.numel():
+        raise ConfituneError(f"a task's row has {row.numel()} numbers, this network keeps {sum(sizes)}")
+    return [part.view(shape) for part, shape in zip(row.split(sizes), shapes, strict=True)]
