@@ -1,0 +1,82 @@
+"""What a run tells those who listen: progress bars, logs, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EpochEnd:
+    """One epoch of one task is over."""
+
+    task: int
+    task_name: str
+    stage: str
+    epoch: int  # from 0
+    epochs: int
+    loss: float
+    accuracy: float  # on the training batches as they were seen, in percent
+    lr: float
+    seconds: float
+    images: int
+
+
+class Listener:
+    """Told what happens; every method does nothing unless overridden."""
+
+    def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
+        """A run over `tasks` begins, or goes on at `first_task`."""
+
+    def task_started(self, task: int, name: str, first_epoch: int) -> None:
+        """A task begins, or goes on at `first_epoch`."""
+
+    def stage_started(self, stage: str) -> None:
+        """Another stage of the task's schedule begins."""
+
+    def step_done(self, step: int, steps: int) -> None:
+        """A step of an epoch is done."""
+
+    def epoch_ended(self, end: EpochEnd) -> None:
+        """An epoch is over."""
+
+    def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
+        """A task is learned; accuracies of all tasks so far, in percent."""
+
+    def note(self, message: str) -> None:
+        """Something a person should know."""
+
+
+class Listeners(Listener):
+    """Passes everything on to several."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._all = tuple(listeners)
+
+    def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
+        for listener in self._all:
+            listener.run_started(name, tasks, epochs, first_task)
+
+    def task_started(self, task: int, name: str, first_epoch: int) -> None:
+        for listener in self._all:
+            listener.task_started(task, name, first_epoch)
+
+    def stage_started(self, stage: str) -> None:
+        for listener in self._all:
+            listener.stage_started(stage)
+
+    def step_done(self, step: int, steps: int) -> None:
+        for listener in self._all:
+            listener.step_done(step, steps)
+
+    def epoch_ended(self, end: EpochEnd) -> None:
+        for listener in self._all:
+            listener.epoch_ended(end)
+
+    def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
+        for listener in self._all:
+            listener.task_ended(task, accuracies)
+
+    def note(self, message: str) -> None:
+        for listener in self._all:
+            listener.note(message)

@@ -1,0 +1,77 @@
+"""Logs of a run: a CSV file to plot from, and TensorBoard events."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from confitune.engine.events import EpochEnd, Listener
+
+_EPOCH_COLUMNS = ("task", "task_name", "stage", "epoch", "loss", "accuracy", "lr", "seconds", "images")
+
+
+class CsvLog(Listener):
+    """`epochs.csv`: a line per epoch; `accuracy.csv`: a line per task and evaluation."""
+
+    def __init__(self, folder: Path) -> None:
+        self._epochs = folder / "epochs.csv"
+        self._accuracy = folder / "accuracy.csv"
+
+    def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
+        """A fresh run starts fresh files; one that goes on drops what it will do again."""
+        self._names = list(tasks)
+        _keep(self._epochs, _EPOCH_COLUMNS, lambda row: int(row["task"]) < first_task)
+        _keep(self._accuracy, ("after_task", "task", "task_name", "accuracy"), lambda r: int(r["after_task"]) < first_task)
+
+    def task_started(self, task: int, name: str, first_epoch: int) -> None:
+        """Epochs that are done again are logged once."""
+        _keep(
+            self._epochs, _EPOCH_COLUMNS, lambda row: int(row["task"]) < task or int(row["epoch"]) < first_epoch
+        )
+
+    def epoch_ended(self, end: EpochEnd) -> None:
+        """One more line."""
+        _append(self._epochs, [getattr(end, column) for column in _EPOCH_COLUMNS])
+
+    def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
+        """One more line per task so far."""
+        for earlier, accuracy in enumerate(accuracies):
+            name = self._names[earlier] if len(self._names) > earlier else str(earlier)
+            _append(self._accuracy, [task, earlier, name, accuracy])
+
+
+class TensorBoardLog(Listener):
+    """Loss, training accuracy and learning rate per epoch, and the accuracy of every task after each task."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and needed by training runs only
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+
+    def epoch_ended(self, end: EpochEnd) -> None:
+        """Scalars against all epochs so far."""
+        step = end.task * end.epochs + end.epoch + 1
+        for tag, value in (("loss", end.loss), ("accuracy", end.accuracy), ("lr", end.lr)):
+            self._writer.add_scalar(f"train/{tag}", value, step)  # type: ignore[no-untyped-call]
+
+    def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
+        """Scalars against tasks."""
+        for earlier, accuracy in enumerate(accuracies):
+            self._writer.add_scalar(f"test/task {earlier + 1}", accuracy, task + 1)  # type: ignore[no-untyped-call]
+        average = sum(accuracies) / len(accuracies)
+        self._writer.add_scalar("test/average", average, task + 1)  # type: ignore[no-untyped-call]
+        self._writer.flush()  # type: ignore[no-untyped-call]
+
+
+def _append(path: Path, values: Sequence[object]) -> None:
+    with path.open("a", newline="") as file:
+        csv.writer(file).writerow(values)
+
+
+def _keep(path: Path, columns: Sequence[str], keep) -> None:  # type: ignore[no-untyped-def]
+    rows = list(csv.DictReader(path.open(newline=""))) if path.exists() else []
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(row for row in rows if keep(row))

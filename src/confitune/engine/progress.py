@@ -1,0 +1,101 @@
+"""What a person sees while a run goes on: task, stage, epoch, loss, accuracy so far, time left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.text import Text
+
+from confitune.engine.events import EpochEnd, Listener
+
+
+class _TimeLeft(ProgressColumn):
+    def render(self, task):  # type: ignore[no-untyped-def]
+        left = task.fields.get("left")
+        return Text("" if left is None else f"{int(left) // 60}:{int(left) % 60:02d} left", style="cyan")
+
+
+class LiveProgress(Listener):
+    """A progress bar on a terminal; elsewhere one plain line a task."""
+
+    def __init__(self, console: Console, label: str) -> None:
+        self._console, self._label = console, label
+        self._live = console.is_terminal
+        self._bar: Progress | None = None
+
+    def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
+        """Show the bar."""
+        self._tasks, self._epochs, self._first = list(tasks), epochs, first_task
+        self._stage, self._loss, self._average = "", float("nan"), float("nan")
+        self._task, self._epoch, self._begun, self._done_before = first_task, 0, time.monotonic(), None
+        if not self._live:
+            return
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[status]}"),
+            _TimeLeft(),
+            console=self._console,
+            transient=True,
+        )
+        self._line = self._bar.add_task(self._label, total=len(tasks) * epochs, status="", left=None)
+        self._bar.start()
+
+    def task_started(self, task: int, name: str, first_epoch: int) -> None:
+        """Another task."""
+        self._task, self._epoch, self._stage = task, first_epoch, ""
+        self._show(0.0)
+
+    def stage_started(self, stage: str) -> None:
+        """Another stage."""
+        self._stage = stage
+
+    def step_done(self, step: int, steps: int) -> None:
+        """Move the bar."""
+        if self._bar and (step == steps or step % 5 == 0):
+            self._show(step / steps)
+
+    def epoch_ended(self, end: EpochEnd) -> None:
+        """Show the loss."""
+        self._epoch, self._loss = end.epoch + 1, end.loss
+        self._show(0.0)
+
+    def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
+        """Show the accuracy so far."""
+        self._average = sum(accuracies) / len(accuracies)
+        if not self._live:
+            self._console.print(
+                f"{self._label}: task {task + 1} of {len(self._tasks)}, loss {self._loss:.3f}, "
+                f"average accuracy so far {self._average:.1f}%"
+            )
+        if task + 1 == len(self._tasks):
+            self.close()
+
+    def note(self, message: str) -> None:
+        """Print above the bar."""
+        self._console.print(f"note: {message}", style="yellow", highlight=False)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
+
+    def _show(self, share_of_epoch: float) -> None:
+        if not self._bar:
+            return
+        done = self._task * self._epochs + self._epoch + share_of_epoch
+        total = len(self._tasks) * self._epochs
+        if self._done_before is None:
+            self._done_before = done
+        new, spent = done - self._done_before, time.monotonic() - self._begun
+        left = spent / new * (total - done) if new > 0.5 else None
+        status = f"task {self._task + 1}/{len(self._tasks)}  {self._stage:<9} epoch {min(self._epoch + 1, self._epochs)}/{self._epochs}"
+        if self._loss == self._loss:
+            status += f"  loss {self._loss:.3f}"
+        if self._average == self._average:
+            status += f"  accuracy so far {self._average:.1f}%"
+        self._bar.update(self._line, completed=done, status=status, left=left)
