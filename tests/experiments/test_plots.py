@@ -1,0 +1,224 @@
+import itertools
+import os
+import threading
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from PIL import Image
+from scipy import stats
+
+from confitune.experiments import plots
+
+NAN = np.nan
+
+FORGETS = np.array([[90.0, 80.0, 71.5], [NAN, 95.0, 60.25], [NAN, NAN, 100.0]])
+KEEPS = np.array([[88.0, 88.0, 88.0], [NAN, 91.0, 91.0], [NAN, NAN, 93.0]])
+JOINT = np.array([[NAN, NAN, 99.0], [NAN, NAN, 98.0], [NAN, NAN, 97.0]])
+MATRICES = {"finetune": FORGETS, "confit": KEEPS}
+RUNS = {
+    "finetune": np.stack([FORGETS, FORGETS - 2]),
+    "confit": np.stack([KEEPS, KEEPS + 2]),
+    "joint": np.stack([JOINT, JOINT]),
+}
+
+
+def cell_texts(axes):
+    return {(int(text.get_position()[1]), int(text.get_position()[0])): text.get_text() for text in axes.texts}
+
+
+def panels(figure):
+    return [axes for axes in figure.axes if axes.images and axes.get_xlabel()]
+
+
+def test_cells_carry_the_measured_numbers_and_blanks_stay_blank():
+    finetune, confit = panels(plots.accuracy_matrix_figure(MATRICES, title="t"))
+    assert cell_texts(finetune) == {
+        (0, 0): "90.0",
+        (0, 1): "80.0",
+        (0, 2): "71.5",
+        (1, 1): "95.0",
+        (1, 2): "60.2",
+        (2, 2): "100",
+    }
+    assert cell_texts(confit)[2, 2] == "93.0"
+    np.testing.assert_array_equal(finetune.images[0].get_array().filled(NAN), FORGETS)
+
+
+def test_heatmaps_are_named_and_share_one_scale_that_holds_every_value():
+    axes = panels(plots.accuracy_matrix_figure(MATRICES, title="Two methods"))
+    assert [panel.get_title() for panel in axes] == ["finetune", "confit"]
+    assert {panel.images[0].get_clim() for panel in axes} == {(60.0, 100.0)}
+    assert axes[0].get_xlabel() == "after training task"
+    assert axes[0].get_ylabel() == "accuracy on task"
+    assert [label.get_text() for label in axes[0].get_xticklabels()] == ["1", "2", "3"]
+
+
+def test_numbers_contrast_with_their_cell():
+    def luminance(colour):
+        channels = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+        return np.dot(channels, (0.2126, 0.7152, 0.0722))
+
+    ramp = np.linspace(0, 100, 144).reshape(12, 12)
+    (axes,) = panels(plots.accuracy_matrix_figure({"all": ramp}, title="t"))
+    for text in axes.texts:
+        column, row = (int(position) for position in text.get_position())
+        cell = axes.images[0].to_rgba(ramp)[row, column, :3]
+        light, dark = sorted((luminance(text.get_color()), luminance(cell)), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) > 3.5
+
+
+@pytest.mark.parametrize(("tasks", "numbered"), [(12, True), (13, False)])
+def test_numbers_are_dropped_above_twelve_tasks(tasks, numbered):
+    (axes,) = panels(plots.accuracy_matrix_figure({"m": np.full((tasks, tasks), 90.0)}, title="t"))
+    assert len(axes.texts) == (tasks * tasks if numbered else 0)
+
+
+def test_many_methods_wrap_to_rows():
+    figure = plots.accuracy_matrix_figure({f"m{index}": KEEPS for index in range(6)}, title="t")
+    positions = [panel.get_subplotspec().rowspan.start for panel in panels(figure)]
+    assert positions == [0, 0, 0, 1, 1, 1]
+
+
+def test_curves_are_means_with_a_student_t_band():
+    seeds = np.array([[90.0, 80.0], [94.0, 86.0], [95.0, 83.0]])
+    figure = plots.curves_figure({"confit": seeds}, title="t")
+    (axes,) = figure.axes
+    (line,) = axes.get_lines()
+    np.testing.assert_allclose(line.get_xdata(), [1, 2])
+    np.testing.assert_allclose(line.get_ydata(), [93, 83])
+    band = axes.collections[0].get_paths()[0].vertices
+    low, high = stats.t.interval(0.95, 2, loc=83, scale=3 / np.sqrt(3))
+    at_the_end = band[band[:, 0] == 2, 1]
+    assert (at_the_end.min(), at_the_end.max()) == pytest.approx((low, high))
+
+
+def test_one_seed_has_a_line_and_no_band():
+    (axes,) = plots.curves_figure({"confit": np.array([[90.0, 80.0]])}, title="t").axes
+    assert len(axes.get_lines()) == 1
+    assert len(axes.collections) == 0
+
+
+def test_lines_are_named_where_they_end_without_overlap():
+    curves = {f"m{index}": np.array([[90.0, 90.0 - 0.01 * index]]) for index in range(5)}
+    (axes,) = plots.curves_figure(curves, title="t").axes
+    assert [text.get_text() for text in axes.texts] == ["m0  90.0", "m1  90.0", "m2  90.0", "m3  90.0", "m4  90.0"]
+    figure = axes.figure
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(first.overlaps(second) for first, second in itertools.pairwise(boxes))
+    assert all(figure.bbox.x1 >= box.x1 for box in boxes)
+
+
+def test_methods_stay_apart_by_colour_or_line_style():
+    curves = {f"m{index}": np.array([[90.0, 90.0 - index]]) for index in range(14)}
+    (axes,) = plots.curves_figure(curves, title="t").axes
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) == 14
+
+
+def test_overview_shows_the_curves_and_what_each_task_kept():
+    figure = plots.overview_figure(RUNS, title="Overview")
+    left, *rows = figure.axes
+    np.testing.assert_allclose(left.get_lines()[0].get_ydata(), [89, 86.5, (71.5 + 60.25 + 100) / 3 - 1])
+    np.testing.assert_allclose(left.get_lines()[2].get_ydata(), [NAN, NAN, 98])
+
+    assert [row.get_title(loc="left") for row in rows] == ["finetune", "confit", "joint"]
+    assert [row.get_title(loc="right") for row in rows] == [
+        "accuracy 76.2,  forgetting 26.6",
+        "accuracy 91.7,  forgetting 0.0",
+        "accuracy 98.0",
+    ]
+    learned, left_at_the_end = rows[0].get_lines()
+    assert (learned.get_label(), left_at_the_end.get_label()) == ("when learned", "at the end")
+    np.testing.assert_allclose(learned.get_ydata(), [89, 94, 99])
+    np.testing.assert_allclose(left_at_the_end.get_ydata(), [70.5, 59.25, 99])
+    assert len({row.get_ylim() for row in rows}) == 1
+    assert rows[0].get_ylim() == (50, 100)
+
+
+def test_overview_keeps_a_methods_colour_on_both_sides():
+    left, *rows = plots.overview_figure(RUNS, title="t").axes
+    assert [line.get_color() for line in left.get_lines()] == [row.get_lines()[0].get_color() for row in rows]
+
+
+@pytest.mark.parametrize("tasks", [1, 5, 20])
+@pytest.mark.parametrize("methods", [1, 4])
+def test_written_pictures_are_png_files_of_the_stated_size(tmp_path, tasks, methods):
+    matrix = np.where(np.tri(tasks, dtype=bool).T, 90.0, NAN)
+    runs = {f"m{index}": np.stack([matrix - index, matrix]) for index in range(methods)}
+    plots.draw_overview(runs, tmp_path / "overview.png", title="t")
+    plots.draw_curves({name: np.full((2, tasks), 90.0) for name in runs}, tmp_path / "curves.png", title="t")
+    plots.draw_accuracy_matrix({name: run[0] for name, run in runs.items()}, tmp_path / "matrix.png", title="t")
+    sizes = {}
+    for name in ("overview", "curves", "matrix"):
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            assert picture.format == "PNG"
+            assert len(picture.convert("RGB").getcolors(maxcolors=2**24)) > 10
+            sizes[name] = picture.size
+    assert sizes["overview"][0] == 1800
+    assert sizes["curves"] == (1280, 800)
+    assert sizes["matrix"][0] > 300 * methods
+    assert sorted(os.listdir(tmp_path)) == ["curves.png", "matrix.png", "overview.png"]
+
+
+def test_dark_cells_are_high_accuracies(tmp_path):
+    path = tmp_path / "matrix.png"
+    plots.draw_accuracy_matrix({"m": np.array([[100.0, 0.0], [NAN, 100.0]])}, path, title="t")
+    with Image.open(path) as picture:
+        pixels = np.asarray(picture.convert("RGB")).reshape(-1, 3) / 255
+    darkest, palest = plots.BLUES(1.0), plots.BLUES(0.0)
+    area = [np.isclose(pixels, colour[:3], atol=0.005).all(axis=1).sum() for colour in (darkest, palest)]
+    # Two cells at 100 and one at 0, less their digits.
+    assert area[0] / area[1] == pytest.approx(2, rel=0.1)
+
+
+def test_the_same_data_gives_the_same_bytes_and_replaces_what_was_there(tmp_path):
+    first, second = tmp_path / "a.png", tmp_path / "new" / "b.png"
+    first.write_bytes(b"an older picture")
+    plots.draw_overview(RUNS, first, title="t")
+    plots.draw_overview(RUNS, str(second), title="t")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_failed_write_leaves_the_old_picture_and_no_rubbish(tmp_path, monkeypatch):
+    path = tmp_path / "a.png"
+    path.write_bytes(b"an older picture")
+
+    def fails(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="disk full"):
+        plots.draw_curves({"m": np.array([[90.0]])}, path, title="t")
+    assert path.read_bytes() == b"an older picture"
+    assert os.listdir(tmp_path) == ["a.png"]
+
+
+def test_pictures_can_be_drawn_off_the_main_thread(tmp_path):
+    thread = threading.Thread(
+        target=plots.draw_accuracy_matrix, args=(MATRICES, tmp_path / "a.png"), kwargs={"title": "t"}
+    )
+    thread.start()
+    thread.join()
+    assert (tmp_path / "a.png").exists()
+
+
+@pytest.mark.parametrize("figure", [plots.accuracy_matrix_figure, plots.curves_figure, plots.overview_figure])
+def test_nothing_to_draw_is_refused(figure):
+    with pytest.raises(ValueError, match="no method given"):
+        figure({}, title="t")
+
+
+@pytest.mark.parametrize(
+    ("figure", "data", "complaint"),
+    [
+        (plots.accuracy_matrix_figure, {"m": np.zeros((2, 3))}, r"'m'.*tasks x tasks.*\(2, 3\)"),
+        (plots.accuracy_matrix_figure, {"m": np.full((2, 2), NAN)}, "'m': expected numbers"),
+        (plots.curves_figure, {"m": np.zeros(3)}, r"'m'.*seeds x tasks.*\(3,\)"),
+        (plots.curves_figure, {"m": np.zeros((1, 3)), "n": np.zeros((1, 2))}, "differ.*'m': 3, 'n': 2"),
+        (plots.overview_figure, {"m": KEEPS}, r"'m'.*seeds x tasks x tasks.*\(3, 3\)"),
+    ],
+)
+def test_data_of_the_wrong_shape_is_refused(figure, data, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        figure(data, title="t")
