@@ -22,13 +22,13 @@ class CsvLog(Listener):
         """A fresh run starts fresh files; one that goes on drops what it will do again."""
         self._names = list(tasks)
         _keep(self._epochs, _EPOCH_COLUMNS, lambda row: int(row["task"]) < first_task)
-        _keep(self._accuracy, ("after_task", "task", "task_name", "accuracy"), lambda r: int(r["after_task"]) < first_task)
+        _keep(
+            self._accuracy, ("after_task", "task", "task_name", "accuracy"), lambda r: int(r["after_task"]) < first_task
+        )
 
     def task_started(self, task: int, name: str, first_epoch: int) -> None:
         """Epochs that are done again are logged once."""
-        _keep(
-            self._epochs, _EPOCH_COLUMNS, lambda row: int(row["task"]) < task or int(row["epoch"]) < first_epoch
-        )
+        _keep(self._epochs, _EPOCH_COLUMNS, lambda row: int(row["task"]) < task or int(row["epoch"]) < first_epoch)
 
     def epoch_ended(self, end: EpochEnd) -> None:
         """One more line."""

@@ -30,7 +30,8 @@ class LiveProgress(Listener):
         """Show the bar."""
         self._tasks, self._epochs, self._first = list(tasks), epochs, first_task
         self._stage, self._loss, self._average = "", float("nan"), float("nan")
-        self._task, self._epoch, self._begun, self._done_before = first_task, 0, time.monotonic(), None
+        self._task, self._epoch, self._begun = first_task, 0, time.monotonic()
+        self._done_before: float | None = None
         if not self._live:
             return
         self._bar = Progress(
@@ -93,7 +94,8 @@ class LiveProgress(Listener):
             self._done_before = done
         new, spent = done - self._done_before, time.monotonic() - self._begun
         left = spent / new * (total - done) if new > 0.5 else None
-        status = f"task {self._task + 1}/{len(self._tasks)}  {self._stage:<9} epoch {min(self._epoch + 1, self._epochs)}/{self._epochs}"
+        epoch = min(self._epoch + 1, self._epochs)
+        status = f"task {self._task + 1}/{len(self._tasks)}  {self._stage:<9} epoch {epoch}/{self._epochs}"
         if self._loss == self._loss:
             status += f"  loss {self._loss:.3f}"
         if self._average == self._average:

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from confitune.engine.batches import resident
 from confitune.engine.checkpoint import Checkpoint
-from confitune.engine.evaluate import evaluate, evaluate_groups
+from confitune.engine.evaluation import evaluate, evaluate_groups
 from confitune.engine.events import EpochEnd, Listener, Listeners
-from confitune.engine.fit import TaskFit
 from confitune.engine.result import RunResult, command_line, device_name, summary_of, versions
 from confitune.engine.settings import TrainSettings
+from confitune.engine.training import TaskFit
 from confitune.methods import Method
 from confitune.nn import ContinualNet, state_sha256
 from confitune.tasks import Images, Task, TaskSequence
@@ -194,7 +193,7 @@ class _Counter(Listener):
 
 def network_sha256(net: ContinualNet) -> str:
     """One hash over the shared weights and every task's row."""
-    net.prepare(next(reversed(net.tasks)))  # whose state is live must not matter
+    net.prepare(net.last_task)  # whose state is live must not matter
     digest = hashlib.sha256(state_sha256(net.backbone).encode())
     for name, entry in net.tasks.items():
         digest.update(json.dumps([name, entry.classes, entry.finished, entry.sizes]).encode())

@@ -9,5 +9,7 @@ SINGLE_TASK = Method(
     "single-task", plain, "shared", "a fresh copy of the pre-trained network per task; forgets nothing", separate=True
 )
 JOINT = Method("joint", plain, "shared", "all tasks' data at once: the upper bound", joint=True)
-BN_ONLY = Method("bn-only", head_and_norm, "task", "heads and task-specific BN, convolutions never move; forgets nothing")
+BN_ONLY = Method(
+    "bn-only", head_and_norm, "task", "heads and task-specific BN, convolutions never move; forgets nothing"
+)
 TASK_BN = Method("task-bn", plain, "task", "fine-tuning with plain task-specific BN, no recovery")

@@ -9,5 +9,7 @@ from confitune.methods.method import Method
 from confitune.methods.schedule import hierarchical, plain
 
 CONFIT = Method("confit", hierarchical, "xconv", "ConFiT: hierarchical fine-tuning with Xconv BN")
-HIERARCHICAL = Method("hierarchical", hierarchical, "shared", "the first half alone: hierarchical fine-tuning, shared BN")
+HIERARCHICAL = Method(
+    "hierarchical", hierarchical, "shared", "the first half alone: hierarchical fine-tuning, shared BN"
+)
 FINETUNE_XCONV = Method("finetune-xconv", plain, "xconv", "the second half alone: plain fine-tuning with Xconv BN")

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from confitune.errors import ConfituneError
-from confitune.nn import Norm
 from confitune.methods.penalty import Penalty
 from confitune.methods.schedule import Schedule
+from confitune.nn import Norm
 
 
 @dataclass(frozen=True)

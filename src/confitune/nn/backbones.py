@@ -59,6 +59,11 @@ def create_backbone(name: str, weights: str | Path | None = None) -> Backbone:
     return Backbone(name, model, mean, std, source, state_sha256(model))
 
 
+def build_model(name: str) -> nn.Module:
+    """A network by name without weights."""
+    return _build(*_resolve(name), pretrained=False)[0]
+
+
 def model_names() -> list[str]:
     """Every name `create_backbone` takes, without pre-training tags."""
     extra = (f"torchvision:{name}" for name in torchvision.models.list_models(module=torchvision.models))
@@ -67,13 +72,14 @@ def model_names() -> list[str]:
 
 def headless(model: nn.Module) -> nn.Module:
     """A timm or torchvision classifier without its classification layer, changed in place; others as they are."""
-    if hasattr(model, "reset_classifier") and getattr(model, "num_classes", 0):
-        model.reset_classifier(0)
+    reset: Any = getattr(model, "reset_classifier", None)
+    if reset is not None and model.num_classes:
+        reset(0)
     elif type(model).__module__.startswith("torchvision.models"):
         for auxiliary in ("AuxLogits", "aux1", "aux2"):
             if hasattr(model, auxiliary):
                 setattr(model, auxiliary, None)
-                model.aux_logits = False
+                setattr(model, "aux_logits", False)  # noqa: B010
         last = trace_flow(model).last_linear
         if last:
             parent, _, child = last.rpartition(".")
@@ -135,7 +141,11 @@ def _build(library: str, name: str, pretrained: bool) -> tuple[nn.Module, tuple[
         weights = torchvision.models.get_model_weights(name).DEFAULT
         model = torchvision.models.get_model(name, weights=weights if pretrained else None)
         transforms = weights.transforms()
-        return model, tuple(getattr(transforms, "mean", _IMAGENET_MEAN)), tuple(getattr(transforms, "std", _IMAGENET_STD))
+        return (
+            model,
+            tuple(getattr(transforms, "mean", _IMAGENET_MEAN)),
+            tuple(getattr(transforms, "std", _IMAGENET_STD)),
+        )
     except Exception as error:
         if not pretrained:
             raise ConfituneError(f"{library} cannot build {name!r}: {error}") from error
@@ -170,8 +180,9 @@ def _read_state(path: Path) -> dict[str, Tensor]:
 
 def _classifier_prefix(model: nn.Module) -> str | None:
     """Keys of the layer that `headless` removes."""
-    if hasattr(model, "get_classifier"):
-        classifier = model.get_classifier()
+    get: Any = getattr(model, "get_classifier", None)
+    if get is not None:
+        classifier = get()
         return next((f"{name}." for name, module in model.named_modules() if module is classifier), None)
     last = trace_flow(model).last_linear
     return f"{last}." if last else None

@@ -143,7 +143,9 @@ def _attach_statistics(
         first = model.get_submodule(names[0])
         norm_name = next(name for name, call in calls.items() if call.module == names[0])
         momentum: float | None = model.get_submodule(norm_name).momentum  # type: ignore[assignment]
-        means_of_tensor = InputMeans(_channels(first), [c.geometry for c in group.values() if c.geometry], means, momentum)
+        means_of_tensor = InputMeans(
+            _channels(first), [c.geometry for c in group.values() if c.geometry], means, momentum
+        )
         means_of_tensor.to(next(first.parameters()))
         means_of_tensor.train(first.training)
         means_of_tensor.tracking = statistics == "running"

@@ -70,7 +70,7 @@ class ConvGeometry:
         return self.taps(axis, size) @ _phase_membership(size, self.stride[axis])
 
     def phases(self, axis: int, size: int) -> Tensor:
-        """P[a, h] averages the input indices h = a, a + s, a + 2s, ... ([stride, size]; a phase without pixels is 0)."""
+        """P[a, h] averages the input indices a, a + s, a + 2s, ... ([stride, size]; a phase without pixels is 0)."""
         member = _phase_membership(size, self.stride[axis]).T
         return member / member.sum(1, keepdim=True).clamp(min=1)
 

@@ -101,7 +101,7 @@ class TaskMemory:
 
     def named_parts(self, entry: TaskEntry) -> dict[str, Tensor]:
         """The row as named views: keys name layers, never the task, so a saved task can be renamed or moved."""
-        features = (entry.row.numel() - self.norm_numbers(entry)) // len(entry.classes) - 1
+        features = (entry.row.numel() - self.norm_numbers(entry.finished)) // len(entry.classes) - 1
         shapes = self.shapes(entry.finished, len(entry.classes), features)
         return dict(zip(shapes, _split(entry.row, list(shapes.values())), strict=True))
 
@@ -120,9 +120,9 @@ class TaskMemory:
         parts = self.named_parts(entry)
         return [parts[_table_key(name, table)] for table in range(len(statistics.tables))], entry.sizes[place]
 
-    def norm_numbers(self, entry: TaskEntry) -> int:
+    def norm_numbers(self, finished: bool) -> int:
         """How many numbers of a row are not the head's."""
-        return sum(slot.tensor.numel() for slot in self._slots(entry.finished))
+        return sum(slot.tensor.numel() for slot in self._slots(finished))
 
     def _slots(self, finished: bool) -> list[_Slot]:
         slots = []

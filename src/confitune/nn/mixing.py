@@ -29,7 +29,7 @@ class MixedRows:
 
     def remember(self, task: str, weights_key: int) -> None:
         """Take the row from the live slot, which must be prepared for `task`."""
-        parts = []
+        parts: list[Tensor] = []
         for name, norm in self._memory.norms.items():
             if not norm.mixes():
                 raise ConfituneError(f"{name} is a {type(norm).__name__}, whose forward cannot be done per image")

@@ -10,7 +10,6 @@ state-dict keys, so checkpoints go in and out unharmed.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +64,7 @@ class TaskNorm(_NormBase):
     def mixes(self) -> bool:
         """Whether this layer's forward is known well enough to normalise each image by its own task."""
         stock = next(base for base in type(self).__mro__ if not issubclass(base, TaskNorm))
-        return stock.forward in _KNOWN_FORWARDS and self.track_running_stats
+        return getattr(stock, "forward", None) in _KNOWN_FORWARDS and self.track_running_stats
 
 
 class XconvNorm(TaskNorm):
@@ -110,7 +109,7 @@ class XconvNorm(TaskNorm):
         """The weight that forward uses: a standardised or parametrised convolution computes it on the way."""
         conv = self.conv
         if self._direct_weight:
-            return conv.weight, conv.bias  # type: ignore[return-value]
+            return conv.get_parameter("weight"), conv._parameters.get("bias")
         geometry = self.input_statistics.readers[self._reader].geometry
         size = self.input_statistics.size or tuple(
             d * (k - 1) + 1 for k, d in zip(geometry.kernel, geometry.dilation, strict=True)
@@ -125,7 +124,8 @@ class XconvNorm(TaskNorm):
             conv(probe)
         conv.train(was_training)
         assert spy.seen is not None
-        return spy.seen
+        weight, bias = spy.seen
+        return weight, bias
 
     def attach(self, conv: nn.Module, statistics: InputMeans, reader: int, direct_weight: bool) -> None:
         """Link the layer to its convolution and to the statistics of the tensor that convolution reads."""
@@ -182,15 +182,15 @@ _CONVERTED: dict[tuple[type, bool], type] = {
 }
 
 
-@lru_cache(maxsize=None)
-def converted_class(original: type[_BatchNorm], xconv: bool) -> type[TaskNorm]:
+def converted_class(original: type, xconv: bool) -> type[TaskNorm]:
     """The task-specific class for a batch-norm class; a user's own subclass gets one made, with its own forward."""
-    if (original, xconv) in _CONVERTED:
-        return _CONVERTED[original, xconv]
-    if issubclass(original, nn.BatchNorm2d):
-        base: type = XconvBatchNorm2d if xconv else TaskBatchNorm2d
-    elif issubclass(original, nn.BatchNorm1d):
-        base = XconvBatchNorm1d if xconv else TaskBatchNorm1d
-    else:
-        base = XconvNorm if xconv else TaskNorm
-    return type(f"{'Xconv' if xconv else 'Task'}{original.__name__}", (base, original), {})
+    if (original, xconv) not in _CONVERTED:
+        if issubclass(original, nn.BatchNorm2d):
+            base: type = XconvBatchNorm2d if xconv else TaskBatchNorm2d
+        elif issubclass(original, nn.BatchNorm1d):
+            base = XconvBatchNorm1d if xconv else TaskBatchNorm1d
+        else:
+            base = XconvNorm if xconv else TaskNorm
+        name = f"{'Xconv' if xconv else 'Task'}{original.__name__}"
+        _CONVERTED[original, xconv] = type(name, (base, original), {})
+    return _CONVERTED[original, xconv]

@@ -46,7 +46,13 @@ class TaskFit:
     """One task's training, resumable after every epoch."""
 
     def __init__(
-        self, net: ContinualNet, task: Task, method: Method, settings: TrainSettings, listener: Listener, index: int = -1
+        self,
+        net: ContinualNet,
+        task: Task,
+        method: Method,
+        settings: TrainSettings,
+        listener: Listener,
+        index: int = -1,
     ) -> None:
         if method.norm != net.norm:
             raise ConfituneError(
@@ -66,7 +72,9 @@ class TaskFit:
                 f"task {task.name!r} has {len(task.train)} training images, fewer than the batch size "
                 f"{settings.batch_size}: batches of {self.batch_size}"
             )
-        net.to(self.device, memory_format=torch.channels_last if self.device.type == "cuda" else torch.preserve_format)
+        net.to(self.device)
+        if self.device.type == "cuda":
+            net.to(memory_format=torch.channels_last)
         if task.name not in net.tasks:
             net.add_task(task.name, task.classes, derived_generator(settings.seed, "head", self.index))
         net.set_task(task.name)
