@@ -1,0 +1,48 @@
+"""Continual fine-tuning of pre-trained CNNs without forgetting."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from confitune.engine import TrainSettings, evaluate, fit
+    from confitune.errors import ConfituneError
+    from confitune.methods import create_method
+    from confitune.nn import ContinualNet, convert_xconv_bn, create_backbone
+    from confitune.tasks import TaskSequence, load_tasks
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfituneError",
+    "ContinualNet",
+    "TaskSequence",
+    "TrainSettings",
+    "convert_xconv_bn",
+    "create_backbone",
+    "create_method",
+    "evaluate",
+    "fit",
+    "load_tasks",
+]
+
+_HOMES = {
+    "ConfituneError": "errors",
+    "ContinualNet": "nn",
+    "TaskSequence": "tasks",
+    "TrainSettings": "engine",
+    "convert_xconv_bn": "nn",
+    "create_backbone": "nn",
+    "create_method": "methods",
+    "evaluate": "engine",
+    "fit": "engine",
+    "load_tasks": "tasks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: torch and timm take seconds, and `confitune --help` needs neither."""
+    if name in _HOMES:
+        return getattr(import_module(f"confitune.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'confitune' has no attribute {name!r}")

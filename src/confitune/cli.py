@@ -1,0 +1,142 @@
+"""The command line: parses, calls, prints."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from confitune.errors import ConfituneError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Fine-tune one pre-trained CNN on task after task without forgetting (ConFiT).",
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Fine-tune one pre-trained CNN on task after task without forgetting (ConFiT)."""
+
+
+Option = typer.Option
+
+
+@app.command(name="run")
+def run_command(
+    recipe: Annotated[Path | None, typer.Argument(help="a YAML file with any of the options below")] = None,
+    dataset: Annotated[
+        str | None,
+        Option(help="photos, digits (offline), flowers102, cifar100, cub200, caltech101, or folder:PATH"),
+    ] = None,
+    order_seed: Annotated[int | None, Option(help="of the order of classes, and so of what makes a task")] = None,
+    method: Annotated[
+        list[str] | None,
+        Option(help="repeatable: confit, finetune, hierarchical, finetune-xconv, task-bn, bn-only, linear-probe, ..."),
+    ] = None,
+    model: Annotated[str | None, Option(help="a timm or torchvision name, e.g. resnet18.tv_in1k")] = None,
+    weights: Annotated[str | None, Option(help="a .safetensors or .pth file, or 'none' for a random start")] = None,
+    data_dir: Annotated[Path | None, Option(help="folder that holds the datasets")] = None,
+    cache_dir: Annotated[Path | None, Option(help="folder for decoded images")] = None,
+    seeds: Annotated[int | None, Option(help="how many runs of each method, with seeds 0, 1, ...")] = None,
+    tasks: Annotated[int | None, Option(help="only the first so many tasks")] = None,
+    classes_per_task: Annotated[int | None, Option(help="default: the dataset's")] = None,
+    epochs: Annotated[int | None, Option(help="a task; default: the dataset's (the paper's for its four sets)")] = None,
+    batch_size: Annotated[int | None, Option(help="default: the dataset's")] = None,
+    device: Annotated[str | None, Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
+    precision: Annotated[str | None, Option(help="fp32 or bf16")] = None,
+    pipeline: Annotated[str | None, Option(help="clean, or published (what the paper's code fed the network)")] = None,
+    means: Annotated[str | None, Option(help="window (exact) or phase (the paper's)")] = None,
+    statistics: Annotated[str | None, Option(help="running (the paper's) or pass (after the last step)")] = None,
+    lr: Annotated[float | None, Option(help="learning rate")] = None,
+    optimizer: Annotated[str | None, Option(help="sgd, adam or adamw")] = None,
+    momentum: Annotated[float | None, Option(help="of SGD")] = None,
+    weight_decay: Annotated[float | None, Option()] = None,
+    lr_schedule: Annotated[str | None, Option(help="constant, cosine or step")] = None,
+    augmentation: Annotated[str | None, Option(help="none, flip or flip-shift")] = None,
+    out: Annotated[Path, Option(help="results, logs and pictures go below this folder")] = Path("confitune-run"),
+    resume: Annotated[bool, Option(help="take what is finished there as it is, and go on with what is not")] = False,
+) -> None:
+    """Learn tasks one after the other with each method, and show what each forgets.
+
+    Without options: patches of 20 photographs, 5 tasks, EfficientNet-Lite0, fine-tuning against ConFiT; offline, under
+    3 minutes on 2 cores. Options given here win over those in the recipe.
+
+    [bold]Examples[/bold]
+
+      confitune run
+
+      confitune run --dataset flowers102 --model resnet18.tv_in1k --method finetune --method confit --seeds 5
+
+      confitune run recipes/flowers102.yaml --out runs/flowers --resume
+    """
+    given = {name: value for name, value in locals().items() if name not in ("recipe", "method", "out", "resume")}
+    from confitune.experiments import draw_pictures, make_recipe, read_recipe, run_recipe, summary_table
+
+    values: dict[str, Any] = read_recipe(recipe) if recipe else {}
+    values |= {name: value for name, value in given.items() if value is not None}
+    if method:
+        values["methods"] = method
+    checked = make_recipe(values, source=str(recipe) if recipe else "the options given")
+    console = Console()
+    results = run_recipe(checked, out, resume=resume, console=console)
+    pictures = draw_pictures(out, checked.methods)
+    console.print(summary_table(results))
+    if pictures:
+        console.print(f"Everything is in {out}; the picture to look at first: {pictures[-1]}", soft_wrap=True)
+
+
+@app.command(name="models")
+def models_command(
+    pattern: Annotated[
+        str | None, typer.Argument(help="part of a name, or with * and ?; default: well-known ones")
+    ] = None,
+) -> None:
+    """List networks that convert to ConFiT, and how many numbers a task of each takes.
+
+    Every timm and torchvision network with batch norm does; each one shown was converted for this table (without
+    weights). "recovered" counts the batch norms that directly follow a convolution, whose mean is recovered through
+    it; the others keep all their moments per task.
+    """
+    from confitune.experiments import matching_models, report_model
+
+    console = Console()
+    names = matching_models(pattern)
+    if not names:
+        raise ConfituneError(f"no model matches {pattern!r}; try part of a name, e.g. 'resnet'")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what libraries say of their own models is not what was asked for
+        reports = [report_model(n) for n in track(names, "converting", console=console, transient=True)]
+    table = Table(
+        caption="phase, window: numbers a task with these input means, without its head", caption_justify="left"
+    )
+    table.add_column("model", no_wrap=True)
+    for column in ("weights", "BNs", "recovered", "phase", "window"):
+        table.add_column(column, justify="right")
+    for r in reports:
+        if r.problem:
+            table.add_row(r.name, f"[dim]{r.problem}[/dim]")
+        else:
+            counts = (r.norms, r.recovered, r.phase_numbers, r.window_numbers)
+            table.add_row(r.name, f"{r.parameters / 1e6:.1f}M", *(f"{count:,}" for count in counts))
+    console.print(table)
+
+
+def main() -> None:
+    """Entry point: errors a user can act on are printed without a traceback."""
+    try:
+        app()
+    except ConfituneError as error:
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; the same command with --resume goes on where it was", style="yellow")
+        sys.exit(130)
