@@ -1,0 +1,29 @@
+"""What is learned: tasks, sequences of tasks, datasets, splits, and the decode-once image store."""
+
+from confitune.tasks.catalog import DATASETS, DatasetInfo, dataset_info
+from confitune.tasks.errors import DataError, DataMissingError, StoreError, UnreadableImageError
+from confitune.tasks.load import load_tasks
+from confitune.tasks.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from confitune.tasks.progress import Progress
+from confitune.tasks.rgb import open_rgb
+from confitune.tasks.sequence import TaskSequence
+from confitune.tasks.task import Images, Task
+
+__all__ = [
+    "DATASETS",
+    "IMAGENET_MEAN",
+    "IMAGENET_STD",
+    "DataError",
+    "DataMissingError",
+    "DatasetInfo",
+    "Images",
+    "Preprocess",
+    "Progress",
+    "StoreError",
+    "Task",
+    "TaskSequence",
+    "UnreadableImageError",
+    "dataset_info",
+    "load_tasks",
+    "open_rgb",
+]

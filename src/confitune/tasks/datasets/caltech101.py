@@ -1,0 +1,46 @@
+"""Caltech101 (Fei-Fei et al. 2004) from torchvision's folder `caltech101`.
+
+The category BACKGROUND_Google is not an object and is dropped. The 80/20 split is made over all 101 classes; the
+one that is left over when they are cut into tasks of ten is dropped afterwards.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from torchvision.datasets import Caltech101
+
+from confitune.tasks.datasets.image_set import ImageSet
+from confitune.tasks.datasets.locate import locate
+from confitune.tasks.errors import DataError
+from confitune.tasks.rgb import is_image_name
+from confitune.tasks.splits import stratified_split
+from confitune.tasks.store import ImageFile
+
+CATEGORIES = "101_ObjectCategories"
+
+
+def read_caltech101(data_dir: Path, download: bool) -> ImageSet:
+    """All images, category by category in sorted order, each category's files sorted."""
+
+    def fetch(root: Path) -> None:
+        Caltech101(root, download=True)
+
+    folder = locate("caltech101", data_dir, "caltech101", [CATEGORIES], fetch if download else None)
+    if (folder / "caltech-101").exists():  # torchvision removes it when everything has been unpacked
+        raise DataError(f"{folder} was not unpacked to the end; remove it and get it again")
+    top = folder / CATEGORIES
+    classes = sorted(p.name for p in top.iterdir() if p.is_dir() and p.name != "BACKGROUND_Google" and p.name[0] != ".")
+    files: list[ImageFile] = []
+    labels: list[int] = []
+    for label, category in enumerate(classes):
+        found = sorted(p.name for p in (top / category).iterdir() if is_image_name(p.name))
+        if not found:
+            raise DataError(f"the category folder {top / category} holds no images; unpack the archive again")
+        files += [ImageFile(f"{CATEGORIES}/{category}/{name}") for name in found]
+        labels += [label] * len(found)
+    if not classes:
+        raise DataError(f"{top} holds no category folders; unpack the archive again")
+    train, test = stratified_split(labels, classes)
+    return ImageSet(tuple(classes), np.array(labels, dtype=np.int64), train, test, folder=folder, files=tuple(files))

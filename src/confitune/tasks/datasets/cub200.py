@@ -1,0 +1,79 @@
+"""CUB200-2011 (Wah et al. 2011) from its archive's own folder `CUB_200_2011`, with the official split.
+
+Nothing downloads it; the archive `CUB_200_2011.tgz`, put into the data folder, is unpacked on first use.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from confitune.tasks.datasets.image_set import ImageSet
+from confitune.tasks.datasets.locate import locate
+from confitune.tasks.errors import DataError
+from confitune.tasks.pipelines import Box
+from confitune.tasks.store import ImageFile
+
+FOLDER = "CUB_200_2011"
+ARCHIVE = f"{FOLDER}.tgz"
+TABLES = ("images.txt", "image_class_labels.txt", "train_test_split.txt", "bounding_boxes.txt", "classes.txt")
+
+
+def read_cub200(data_dir: Path, download: bool) -> ImageSet:
+    """All images in the order of their numbers. `download` changes nothing: there is nowhere to download it from."""
+    packed = any((place / ARCHIVE).exists() for place in (data_dir, data_dir.parent))
+    folder = locate("cub200", data_dir, FOLDER, ["images", *TABLES], _unpack if packed else None)
+    images, labels, split, boxes, classes = (_table(folder / table) for table in TABLES)
+    numbers = sorted(images)
+    for table, rows in zip(TABLES[1:4], (labels, split, boxes), strict=True):
+        if lacking := [number for number in numbers if number not in rows]:
+            raise DataError(f"{folder / table} has no line for image {lacking[0]}; unpack the archive again")
+    species = sorted(classes)
+    try:
+        found = np.array([species.index(int(labels[number])) for number in numbers], dtype=np.int64)
+        train = np.array([split[number] == "1" for number in numbers])
+        files = tuple(ImageFile(f"images/{images[number]}", _box(boxes[number])) for number in numbers)
+    except ValueError as error:
+        raise DataError(f"cannot understand the tables in {folder}: {error}; unpack the archive again") from error
+    names = tuple(classes[number].split(".", 1)[-1].replace("_", " ") for number in species)
+    return ImageSet(names, found, np.flatnonzero(train), np.flatnonzero(~train), folder=folder, files=files)
+
+
+def _unpack(root: Path) -> None:
+    """Unpack the archive beside its place and move it there when it is complete."""
+    archive = root / ARCHIVE
+    if not archive.exists():
+        return
+    if (root / FOLDER).exists():
+        raise DataError(f"{root / FOLDER} is incomplete; remove it, and {archive} will be unpacked")
+    unpacked = Path(tempfile.mkdtemp(prefix=f".{FOLDER}-", dir=root))
+    try:
+        with tarfile.open(archive) as packed:
+            packed.extractall(unpacked, filter="data")
+        (unpacked / FOLDER).rename(root / FOLDER)
+    finally:
+        shutil.rmtree(unpacked, ignore_errors=True)
+
+
+def _table(path: Path) -> dict[int, str]:
+    """Lines "number value" as a mapping."""
+    rows = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        number, _, value = line.strip().partition(" ")
+        if number:
+            rows[int(number)] = value
+    return rows
+
+
+def _box(text: str) -> Box:
+    """The table's "x y width height" as (left, top, right, bottom).
+
+    >>> _box("60.0 27.0 325.0 304.0")
+    (60, 27, 385, 331)
+    """
+    left, top, width, height = (float(value) for value in text.split())
+    return round(left), round(top), round(left + width), round(top + height)

@@ -1,0 +1,19 @@
+"""What can be wrong with data, as errors that name the place and the remedy."""
+
+from confitune.errors import ConfituneError
+
+
+class DataError(ConfituneError):
+    """The data, or what was asked of it, cannot be used; the message says where and what to change."""
+
+
+class DataMissingError(DataError):
+    """A dataset is not where it was looked for and could not be downloaded."""
+
+
+class UnreadableImageError(DataError):
+    """An image file could not be decoded; the message names the file."""
+
+
+class StoreError(DataError):
+    """The store of decoded images could not be written; the message names the folder and the space needed."""

@@ -1,0 +1,140 @@
+"""A user's own PyTorch datasets as tasks (the work behind `TaskSequence.from_datasets`).
+
+Everything is read once into one tensor per task. That is fast for what fits into memory; larger data belongs into
+folders (`load_tasks("folder:PATH", ...)`), which are kept in a memory-mapped store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+from confitune.tasks.errors import DataError
+from confitune.tasks.preprocess import Preprocess
+from confitune.tasks.progress import Progress
+from confitune.tasks.rgb import to_rgb
+from confitune.tasks.splits import stratified_split
+from confitune.tasks.task import Images, Task
+
+
+def tasks_from_datasets(
+    datasets: Sequence[Dataset[Any] | tuple[Dataset[Any], Dataset[Any]]],
+    preprocess: Preprocess,
+    test_share: float,
+    seed: int,
+    class_names: Sequence[Sequence[str]] | None,
+    task_names: Sequence[str] | None,
+    progress: Progress | None,
+) -> tuple[Task, ...]:
+    """One task for each dataset or (train, test) pair; see `TaskSequence.from_datasets` for the arguments."""
+    for option, given in (("class_names", class_names), ("task_names", task_names)):
+        if given is not None and len(given) != len(datasets):
+            raise DataError(f"{option} has {len(given)} entries for {len(datasets)} tasks; give one for each task")
+    tasks = []
+    for index, data in enumerate(datasets):
+        name = task_names[index] if task_names else f"task{index + 1}"
+        # Only a tuple is a pair: a list may well be a dataset itself.
+        parts = data if isinstance(data, tuple) else (data,)
+        if len(parts) > 2:
+            raise DataError(f"task {name!r}: expected a dataset or a tuple (train, test), got {len(parts)} datasets")
+        read = [_read(part, name, progress) for part in parts]
+        values = np.unique(read[0][1])
+        labels = [np.searchsorted(values, found) for _, found in read]
+        if len(read) == 1:
+            names = _names(parts[0], values, name, class_names[index] if class_names else None)
+            train, test = stratified_split(labels[0], names, test_share=test_share, seed=seed)
+            pixels, splits = read[0][0], [(train, labels[0][train]), (test, labels[0][test])]
+        else:
+            strangers = sorted(set(read[1][1].tolist()) - set(values.tolist()))
+            if strangers:
+                raise DataError(f"task {name!r}: the test set has labels that the training set lacks: {strangers}")
+            names = _names(parts[0], values, name, class_names[index] if class_names else None)
+            pixels = _stacked([read[0][0], read[1][0]], name)
+            count = len(read[0][1])
+            splits = [(np.arange(count), labels[0]), (np.arange(count, len(pixels)), labels[1])]
+        train_images, test_images = (
+            Images(pixels, torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(found.astype(np.int64)))
+            for rows, found in splits
+        )
+        tasks.append(Task(name, names, train_images, test_images, preprocess))
+    return tuple(tasks)
+
+
+def _read(dataset: Any, task: str, progress: Progress | None) -> tuple[Tensor, np.ndarray]:
+    """All images of a dataset as one tensor, and all labels."""
+    try:
+        count = len(dataset)
+    except TypeError as error:
+        raise DataError(f"task {task!r}: {type(dataset).__name__} has no length; give a map-style dataset") from error
+    if count == 0:
+        raise DataError(f"task {task!r}: the dataset is empty")
+    images, labels = [], []
+    for index in range(count):
+        item = dataset[index]
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise DataError(
+                f"task {task!r}: item {index} is {type(item).__name__}, not (image, label); "
+                "a training and a test set go together as a tuple (train, test)"
+            )
+        images.append(_as_tensor(item[0], task, index))
+        if images[-1].shape != images[0].shape or images[-1].dtype != images[0].dtype:
+            raise _different(task, index, images[0], images[-1])
+        labels.append(_as_label(item[1], task, index))
+        if progress is not None and ((index + 1) % 256 == 0 or index + 1 == count):
+            progress(f"reading {task}", index + 1, count)
+    return torch.stack(images), np.array(labels, dtype=np.int64)
+
+
+def _as_tensor(image: Any, task: str, index: int) -> Tensor:
+    if isinstance(image, Image.Image):
+        return torch.from_numpy(np.array(to_rgb(image))).permute(2, 0, 1).contiguous()
+    got = type(image).__name__
+    if isinstance(image, Tensor):
+        got = f"{image.dtype} {list(image.shape)}"
+        fits = image.dtype == torch.uint8 or image.is_floating_point()
+        if fits and image.ndim == 3 and image.shape[0] in (1, 3):
+            return image.detach().cpu().expand(3, -1, -1)
+    raise DataError(
+        f"task {task!r}: image {index} is {got}; expected a PIL image, or a uint8 or float tensor [C,H,W] "
+        "with one or three channels (torchvision.transforms.ToTensor makes one)"
+    )
+
+
+def _as_label(label: Any, task: str, index: int) -> int:
+    value = label.item() if hasattr(label, "item") and getattr(label, "ndim", 0) == 0 else label
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise DataError(f"task {task!r}: label {index} is {label!r}; expected an integer")
+    return value
+
+
+def _names(dataset: Any, values: np.ndarray, task: str, given: Sequence[str] | None) -> tuple[str, ...]:
+    if given is not None:
+        if len(given) != len(values):
+            raise DataError(f"task {task!r} has {len(values)} labels {values.tolist()} but {len(given)} class names")
+        return tuple(given)
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    known = getattr(dataset, "classes", None)
+    if isinstance(known, Sequence) and values.min() >= 0 and values.max() < len(known):
+        return tuple(str(known[value]) for value in values)
+    return tuple(str(value) for value in values)
+
+
+def _stacked(blocks: list[Tensor], task: str) -> Tensor:
+    if blocks[0].shape[1:] != blocks[1].shape[1:] or blocks[0].dtype != blocks[1].dtype:
+        raise _different(task, 0, blocks[0][0], blocks[1][0], where="of the test set")
+    return torch.cat(blocks)
+
+
+def _different(task: str, index: int, first: Tensor, other: Tensor, where: str = "") -> DataError:
+    return DataError(
+        f"task {task!r}: image {index} {where + ' ' if where else ''}is {other.dtype} {list(other.shape)}, "
+        f"the first one {first.dtype} {list(first.shape)}; give the datasets a transform that makes all images alike, "
+        "e.g. Compose([Resize(256), CenterCrop(224)])"
+    )

@@ -1,0 +1,50 @@
+"""Any image file as an RGB image of eight bits, upright."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from confitune.tasks.errors import DataError, UnreadableImageError
+
+IMAGE_ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a file's name looks like an image's; capitals do not matter, hidden files do not count.
+
+    >>> is_image_name("IMG_1.JPG"), is_image_name("Thumbs.db"), is_image_name("._IMG_1.jpg")
+    (True, False, False)
+    """
+    return not name.startswith(".") and Path(name).suffix.lower() in IMAGE_ENDINGS
+
+
+def open_rgb(path: Path) -> Image.Image:
+    """Decode an image file; an unreadable one raises `UnreadableImageError` with its name."""
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return to_rgb(image)
+    except Exception as error:  # Pillow's decoders raise almost anything on broken input
+        raise UnreadableImageError(f"cannot read the image {path}: {error or type(error).__name__}") from error
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Upright RGB: EXIF orientation applied, 16 bits scaled to 8, transparency laid on white.
+
+    >>> to_rgb(Image.new("LA", (1, 1), (0, 0))).getpixel((0, 0))  # fully transparent
+    (255, 255, 255)
+    """
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "F":
+        raise DataError("its values are floats, and nothing says which of them is white; save it with 8 or 16 bits")
+    if image.mode.startswith("I"):
+        # Pillow's own conversion clips at 255, which turns a 16-bit photograph white.
+        levels = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
+        image = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
+    if image.has_transparency_data:
+        layer = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+    return image.convert("RGB")

@@ -1,0 +1,159 @@
+"""A sequence of tasks, in the order in which they are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from confitune.tasks.errors import DataError
+from confitune.tasks.own_datasets import tasks_from_datasets
+from confitune.tasks.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from confitune.tasks.progress import Progress
+from confitune.tasks.task import Images, Task
+
+
+@dataclass(frozen=True, eq=False)
+class TaskSequence(Sequence[Task]):
+    """Tasks in the order in which they are learned; indexed and sliced like a tuple.
+
+    Args:
+        name: of the dataset, e.g. "flowers102".
+        pipeline: how its images were treated: "clean", "published" or, for a user's own datasets, "own".
+        tasks: the tasks, with different names.
+        unused_classes: classes of the dataset that were left over when it was cut into tasks of equal size.
+
+    Get one from `load_tasks("flowers102", mean=..., std=...)` or from `TaskSequence.from_datasets(...)`.
+    """
+
+    name: str
+    pipeline: str
+    tasks: tuple[Task, ...]
+    unused_classes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise DataError(f"the task sequence {self.name!r} is empty")
+        names = [task.name for task in self.tasks]
+        if len(set(names)) != len(names):
+            raise DataError(f"two tasks of the sequence {self.name!r} have the same name: {names}")
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self.tasks)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> TaskSequence: ...
+    def __getitem__(self, index: int | slice) -> Task | TaskSequence:
+        if isinstance(index, slice):
+            return replace(self, tasks=self.tasks[index])
+        return self.tasks[index]
+
+    def first(self, n: int) -> TaskSequence:
+        """The first `n` tasks only, e.g. for a quick try."""
+        if not 1 <= n <= len(self):
+            raise DataError(f"{self.name!r} has {len(self)} tasks; cannot take the first {n}")
+        return self[:n]
+
+    def joined(self) -> TaskSequence:
+        """All tasks as one, with all classes and all data (joint training, the upper bound).
+
+        `groups` of the one task says which classes came from which task, so that accuracy can still be measured
+        within each. Where two tasks have a class of the same name, every class is named "task:class".
+        """
+        if len(self) == 1 and self[0].groups:
+            return self
+        preprocess = {task.preprocess for task in self}
+        if len(preprocess) > 1:
+            raise DataError(
+                f"the tasks of {self.name!r} are preprocessed differently and cannot be joined: {preprocess}"
+            )
+        names = [name for task in self for name in task.classes]
+        if len(set(names)) != len(names):
+            names = [f"{task.name}:{name}" for task in self for name in task.classes]
+        stops = list(accumulate(len(task.classes) for task in self))
+        starts = [0, *stops[:-1]]
+        whole = Task(
+            name="joint",
+            classes=tuple(names),
+            train=_joined_images([task.train for task in self], starts, self.name),
+            test=_joined_images([task.test for task in self], starts, self.name),
+            preprocess=self[0].preprocess,
+            groups=tuple(zip(starts, stops, strict=True)),
+        )
+        return replace(self, tasks=(whole,))
+
+    @classmethod
+    def from_datasets(
+        cls,
+        datasets: Sequence[Dataset[Any] | tuple[Dataset[Any], Dataset[Any]]],
+        *,
+        name: str,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+        resize: int | None = None,
+        crop: int | None = None,
+        test_share: float = 0.2,
+        seed: int = 0,
+        class_names: Sequence[Sequence[str]] | None = None,
+        task_names: Sequence[str] | None = None,
+        progress: Progress | None = None,
+    ) -> TaskSequence:
+        """Tasks from your own PyTorch datasets, one task each, read into memory.
+
+        Args:
+            datasets: for each task a tuple (train, test) of map-style datasets, or one dataset that is split.
+                Items are (image, label): a PIL image, a uint8 tensor [C,H,W] with C 1 or 3, or a float tensor [C,H,W]
+                that your own transform has already resized and normalised. All images of a task must have one size.
+            name: of the sequence, as it appears in results.
+            mean: of the backbone, for PIL and uint8 images; float images are not normalised again.
+            std: likewise.
+            resize: resize the short side of PIL and uint8 images on the fly (see `Preprocess`).
+            crop: then crop their centre.
+            test_share: part of a single dataset that is held out for testing, the same in every class.
+            seed: of that split.
+            class_names: for each task the names of its labels in ascending order. Default: `dataset.classes[label]`
+                where the dataset has it (through `Subset` too), otherwise the label itself.
+            task_names: default task1, task2, ...
+            progress: called as progress(what, done, total) while reading.
+
+        Labels may be any integers; they are mapped to 0..C-1 within each task, in ascending order.
+        """
+        preprocess = Preprocess(tuple(mean), tuple(std), resize, crop)
+        tasks = tasks_from_datasets(datasets, preprocess, test_share, seed, class_names, task_names, progress)
+        return cls(name=name, pipeline="own", tasks=tasks)
+
+
+def _joined_images(parts: Sequence[Images], starts: Sequence[int], name: str) -> Images:
+    """One `Images` of all parts, each part's labels moved up to its place among all classes."""
+    blocks: list[Tensor] = []
+    for part in parts:
+        if not any(part.pixels is block for block in blocks):
+            blocks.append(part.pixels)
+    kinds = {(block.dtype, tuple(block.shape[1:])) for block in blocks}
+    if len(kinds) > 1:
+        shapes = ", ".join(sorted(f"{dtype} {list(shape)}" for dtype, shape in kinds))
+        raise DataError(f"the tasks of {name!r} hold images of different kinds and cannot be joined: {shapes}")
+    first_row, offsets = 0, []
+    for block in blocks:
+        offsets.append(first_row)
+        first_row += len(block)
+
+    def offset(part: Images) -> int:
+        return next(o for o, block in zip(offsets, blocks, strict=True) if block is part.pixels)
+
+    return Images(
+        # Tasks of one dataset share their pixels: then nothing is copied.
+        pixels=blocks[0] if len(blocks) == 1 else torch.cat(blocks),
+        rows=torch.cat([part.rows + offset(part) for part in parts]),
+        labels=torch.cat([part.labels + start for part, start in zip(parts, starts, strict=True)]),
+    )

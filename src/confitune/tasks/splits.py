@@ -1,0 +1,79 @@
+"""Which images train and which test, and which classes make which task: both fixed, the same in every run.
+
+The paper fixes the split and the task partition for all runs; a run's own seed changes only the heads' initial
+weights and the order of batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.model_selection import train_test_split
+
+from confitune.tasks.errors import DataError
+
+Ints = NDArray[np.int64]
+
+
+def class_order(n_classes: int, seed: int = 0) -> list[int]:
+    """The order in which classes are learned: what `torch.manual_seed(seed); torch.randperm(n_classes)` gives.
+
+    Drawn from a generator of its own, so that the caller's random numbers are left alone.
+
+    >>> class_order(10)
+    [4, 1, 7, 5, 3, 9, 0, 8, 6, 2]
+    """
+    return list(torch.randperm(n_classes, generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def cut_into_tasks(order: Sequence[int], classes_per_task: int) -> tuple[list[list[int]], list[int]]:
+    """Consecutive groups of `classes_per_task` classes, and the classes left over.
+
+    >>> cut_into_tasks([4, 1, 3, 0, 2], 2)
+    ([[4, 1], [3, 0]], [2])
+    """
+    if classes_per_task < 2:
+        raise DataError(f"classes_per_task is {classes_per_task}; a task needs two or more classes to tell apart")
+    if classes_per_task > len(order):
+        raise DataError(f"classes_per_task is {classes_per_task}, but there are only {len(order)} classes")
+    used = len(order) - len(order) % classes_per_task
+    groups = [list(order[first : first + classes_per_task]) for first in range(0, used, classes_per_task)]
+    return groups, list(order[used:])
+
+
+def stratified_split(
+    labels: Sequence[int] | Ints, classes: Sequence[str], *, test_share: float = 0.2, seed: int = 0
+) -> tuple[Ints, Ints]:
+    """Positions of the training and of the test images, both ascending, with equal shares of every class.
+
+    The split is scikit-learn's `train_test_split(range(n), stratify=labels, test_size=test_share, random_state=seed)`.
+    A class too small to be in both parts is an error that names it: silently it would never be tested.
+
+    >>> train, test = stratified_split([0, 0, 0, 0, 0, 1, 1, 1, 1, 1], ["cat", "dog"])
+    >>> len(train), test.tolist()
+    (8, [4, 8])
+    """
+    if not 0 < test_share < 1:
+        raise DataError(f"test_share is {test_share}; it must lie between 0 and 1")
+    labels = np.asarray(labels, dtype=np.int64)
+    counts = np.bincount(labels, minlength=len(classes))
+    # n * test_share of a class's n images are rounded down at worst, so this many are always enough.
+    enough = max(math.ceil(1 / test_share), math.ceil(1 / (1 - test_share)))
+    remedy = f"give every class {enough} images or more, or make your own training and test sets"
+    if counts.min() < 2:
+        small = [f"{classes[i]!r} ({counts[i]})" for i in np.flatnonzero(counts < 2).tolist()]
+        raise DataError(f"cannot split classes with fewer than two images: {', '.join(small)}; {remedy}")
+    try:
+        train, test = train_test_split(np.arange(len(labels)), stratify=labels, test_size=test_share, random_state=seed)
+    except ValueError as error:  # fewer test images than classes
+        raise DataError(f"cannot split {len(labels)} images of {len(classes)} classes: {error}; {remedy}") from error
+    for part, rows in (("training", train), ("test", test)):
+        absent = np.flatnonzero(np.bincount(labels[rows], minlength=len(classes)) == 0).tolist()
+        if absent:
+            small = [f"{classes[i]!r} ({counts[i]} images)" for i in absent]
+            raise DataError(f"the {part} part of the split has no image of {', '.join(small)}; {remedy}")
+    return np.sort(train).astype(np.int64), np.sort(test).astype(np.int64)

@@ -1,0 +1,194 @@
+"""The decode-once image store: a dataset's images as one file of bytes, mapped into memory.
+
+Decoding JPEGs takes longer than a training step on a small network, and each run would do it again in each epoch.
+So a dataset is decoded once, on all cores, to `NAME-KEY.u8` (bytes [M,3,H,W]) with a small `NAME-KEY.json` beside it
+(shape, checksum, pipeline). KEY is made from the folder, the names, sizes and modification times of all files and
+from everything in the pipeline that changes bytes: a changed file or another pipeline is another store. Stores can
+be deleted at any time; they are built again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from confitune.tasks.errors import StoreError, UnreadableImageError
+from confitune.tasks.lock import exclusive
+from confitune.tasks.pipelines import CROP, Box, Pipeline
+from confitune.tasks.progress import Progress
+from confitune.tasks.rgb import open_rgb
+
+FORMAT = 1  # raise when the file's layout or the decoding changes, so that older stores are not read
+CHECKED_BYTES = 256 * 2**20
+CHUNK = 128  # images decoded between two writes: enough to keep all cores busy, little memory
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """One image of a dataset: its file below the dataset's folder, and a bounding box where the dataset has them."""
+
+    name: str
+    box: Box | None = None
+
+
+def open_store(
+    name: str,
+    folder: Path,
+    files: Sequence[ImageFile],
+    pipeline: Pipeline,
+    cache_dir: Path,
+    progress: Progress | None = None,
+) -> Tensor:
+    """All images of `files` (below `folder`) as uint8 [M,3,H,W], mapped from the store, which is built if need be.
+
+    A store that was cut short or damaged is recognised and built again: its size is compared each time, its checksum
+    each time it is opened if it is smaller than 256 MB (larger ones would take seconds). Several processes may call
+    this at once: one builds, the others wait and then read. A store appears under its name only when it is complete.
+
+    The tensor is a private mapping: pages are read when they are used and shared between processes; writing to it
+    never reaches the file.
+    """
+    say = progress or (lambda what, done, total: None)
+
+    def waiting() -> None:
+        say(f"waiting for another process to decode {name}", 0, len(files))
+
+    place = cache_dir / f"{name}-{pipeline.name}-{_key(folder, files, pipeline)}"
+    shape = (len(files), 3, CROP, CROP)
+    stored = _read(place, shape)
+    if stored is not None:
+        return stored
+    try:
+        with exclusive(_beside(place, ".lock"), waiting) as held:
+            stored = _read(place, shape)
+            if stored is not None:
+                return stored
+            if held:  # nobody else is writing: what lies here was left by a process that was killed
+                for leftover in cache_dir.glob(f"{place.name}.*.partial"):
+                    leftover.unlink()
+            _build(place, folder, files, pipeline, shape, lambda done: say(f"decoding {name}", done, len(files)))
+    except OSError as error:
+        raise StoreError(
+            f"cannot write the image store {place}.u8 ({math.prod(shape) / 2**20:.0f} MB): {error}; "
+            "free some space or set cache_dir (or CONFITUNE_CACHE) to another folder"
+        ) from error
+    stored = _read(place, shape)
+    if stored is None:
+        raise StoreError(f"the image store {place}.u8 was written but reads back differently; check the disk")
+    return stored
+
+
+def _key(folder: Path, files: Sequence[ImageFile], pipeline: Pipeline) -> str:
+    """Changes whenever a file, the list of files or the pipeline does.
+
+    The folder itself is part of it: unpacked archives often give all files one time, and uncompressed images all
+    have one size, so two datasets can look alike in everything else.
+    """
+    digest = blake2b(digest_size=10)
+    digest.update(json.dumps([FORMAT, str(folder.resolve()), pipeline.describe()]).encode())
+    for file in files:
+        try:
+            status = (folder / file.name).stat()
+        except OSError as error:
+            raise UnreadableImageError(f"cannot read the image {folder / file.name}: {error.strerror}") from error
+        box = file.box if pipeline.use_box else None
+        digest.update(json.dumps([file.name, status.st_size, status.st_mtime_ns, box]).encode())
+    return digest.hexdigest()
+
+
+def _read(place: Path, shape: tuple[int, ...]) -> Tensor | None:
+    """The store's images, or None where there is no complete and undamaged store."""
+    pixels, size = _beside(place, ".u8"), math.prod(shape)
+    try:
+        header = json.loads(_beside(place, ".json").read_text())
+        if header["shape"] != list(shape) or pixels.stat().st_size != size:
+            return None
+        if size < CHECKED_BYTES and _checksum(pixels) != header["blake2b"]:
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return torch.from_file(str(pixels), shared=False, size=size, dtype=torch.uint8).view(shape)
+
+
+def _checksum(path: Path) -> str:
+    digest = blake2b(digest_size=32)
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _build(
+    place: Path,
+    folder: Path,
+    files: Sequence[ImageFile],
+    pipeline: Pipeline,
+    shape: tuple[int, ...],
+    decoded: Callable[[int], None],
+) -> None:
+    digest = blake2b(digest_size=32)
+
+    def decode(file: ImageFile) -> bytes | UnreadableImageError:
+        path = folder / file.name
+        try:
+            return pipeline(open_rgb(path), file.box).tobytes()
+        except UnreadableImageError as error:
+            return error
+        except Exception as error:  # e.g. an empty bounding box
+            return UnreadableImageError(f"cannot resize and crop the image {path}: {error}")
+
+    def write_pixels(out: IO[bytes]) -> None:
+        broken: list[UnreadableImageError] = []
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes and resizes outside Python's lock
+            for first in range(0, len(files), CHUNK):
+                chunk = files[first : first + CHUNK]
+                for image in pool.map(decode, chunk):
+                    if isinstance(image, UnreadableImageError):
+                        broken.append(image)
+                        continue
+                    out.write(image)
+                    digest.update(image)
+                decoded(first + len(chunk))
+        if broken:  # all of them at once: one run for each broken file would be tedious
+            listed = "\n".join(map(str, broken[:20]))
+            raise UnreadableImageError(f"{listed}\n{len(broken)} of {len(files)} images; replace or remove them")
+
+    # The header is written last: it says that the pixels beside it are complete.
+    _beside(place, ".json").unlink(missing_ok=True)
+    _write_whole(_beside(place, ".u8"), write_pixels)
+    header = {
+        "format": FORMAT,
+        "shape": list(shape),
+        "blake2b": digest.hexdigest(),
+        "folder": str(folder.resolve()),
+        "pipeline": {"name": pipeline.name, **pipeline.describe()},
+    }
+    _write_whole(_beside(place, ".json"), lambda out: out.write(json.dumps(header, indent=1).encode()))
+
+
+def _write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file that is either whole or not there: to a temporary file beside it, then renamed."""
+    partial = path.with_name(f"{path.stem}.{uuid4().hex}.partial")
+    try:
+        with partial.open("xb") as out:
+            write(out)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _beside(place: Path, ending: str) -> Path:
+    return place.with_name(place.name + ending)

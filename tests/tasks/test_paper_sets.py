@@ -1,0 +1,207 @@
+"""The four sets of the paper, in small, in the layouts of their archives."""
+
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.model_selection import train_test_split
+
+from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, DataError, DataMissingError, TaskSequence, load_tasks
+from confitune.tasks.pipelines import byte_wrap_table
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def load(name: str, data_dir: Path, **options: object) -> TaskSequence:
+        options = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD, "download": False, **options}
+        return load_tasks(name, data_dir=data_dir, cache_dir=tmp_path / "cache", **options)
+
+    return load
+
+
+def test_flowers_split_order_and_labels(load, flowers_dir: Path, label_of) -> None:
+    tasks = load("flowers102", flowers_dir, classes_per_task=2)
+    # Species 1, 2, 3, 5, 6, 7 by name, in the order in which the global generator would put them.
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        order = torch.randperm(6).tolist()
+    names = ["pink primrose", "hard-leaved pocket orchid", "canterbury bells", "english marigold", "tiger lily"]
+    names += ["moon orchid"]
+    numbers = dict(zip(names, [1, 2, 3, 5, 6, 7], strict=True))
+    assert [name for task in tasks for name in task.classes] == [names[i] for i in order]
+    assert (sum(len(t.train) for t in tasks), sum(len(t.test) for t in tasks)) == (48, 12)
+    for task in tasks:
+        for images in (task.train, task.test):
+            pixels, labels = images.batch(torch.arange(len(images)))
+            assert [numbers[task.classes[i]] for i in labels] == [label_of(p) for p in pixels]
+
+
+def test_flowers_split_is_over_all_images_in_file_order(load, flowers_dir: Path) -> None:
+    from scipy.io import loadmat
+
+    labels = loadmat(flowers_dir / "flowers-102/imagelabels.mat")["labels"].ravel()
+    train, test = train_test_split(np.arange(60), stratify=labels, test_size=0.2, random_state=0)
+    joint = load("flowers102", flowers_dir, classes_per_task=6).joined()[0]
+    assert joint.train.rows.tolist() == sorted(train)
+    assert joint.test.rows.tolist() == sorted(test)
+
+
+def test_flowers_published_bytes_wrap(load, flowers_dir: Path) -> None:
+    clean = load("flowers102", flowers_dir, classes_per_task=2)
+    published = load("flowers102", flowers_dir, classes_per_task=2, pipeline="published")
+    assert published.pipeline == "published"
+    table = np.array(byte_wrap_table(IMAGENET_MEAN, IMAGENET_STD)).reshape(3, 256)
+    before, after = clean[0].train.pixels, published[0].train.pixels
+    assert torch.equal(clean[0].train.rows, published[0].train.rows)
+    for row in range(0, 60, 7):  # images of one colour: resizing changes nothing
+        expected = table[np.arange(3), before[row, :, 100, 100].numpy()]
+        assert after[row, :, 100, 100].tolist() == expected.tolist()
+
+
+def test_mean_and_std_make_another_store_only_where_they_change_bytes(load, flowers_dir: Path, tmp_path: Path) -> None:
+    for pipeline in ("clean", "published"):
+        for mean in (IMAGENET_MEAN, (0.5, 0.5, 0.5)):
+            load("flowers102", flowers_dir, classes_per_task=2, pipeline=pipeline, mean=mean)
+    stores = sorted(path.name.rsplit("-", 1)[0] for path in (tmp_path / "cache").glob("*.u8"))
+    assert stores == ["flowers102-clean", "flowers102-published", "flowers102-published"]
+
+
+def test_the_datasets_own_folder_is_accepted_too(load, flowers_dir: Path, tmp_path: Path) -> None:
+    (flowers_dir / "flowers-102").rename(tmp_path / "my_flowers")
+    assert len(load("flowers102", tmp_path / "my_flowers", classes_per_task=3)) == 2
+
+
+def test_flowers_with_missing_images_or_broken_labels(load, flowers_dir: Path) -> None:
+    (flowers_dir / "flowers-102/jpg/image_00007.jpg").unlink()
+    with pytest.raises(DataError, match=r"lacks 1 of 60 images, the first is image_00007\.jpg"):
+        load("flowers102", flowers_dir)
+    (flowers_dir / "flowers-102/imagelabels.mat").write_bytes(b"nonsense" * 100)
+    with pytest.raises(DataError, match=r"imagelabels\.mat"):
+        load("flowers102", flowers_dir)
+
+
+def test_caltech_drops_the_background_and_sorts_categories(load, caltech_dir: Path, label_of) -> None:
+    tasks = load("caltech101", caltech_dir, classes_per_task=2)
+    sorted_names = ["Faces", "airplanes", "ant", "barrel", "yin_yang"]  # capitals first, as sorted() has it
+    order = torch.randperm(5, generator=torch.Generator().manual_seed(0)).tolist()
+    assert [c for t in tasks for c in t.classes] == [sorted_names[i] for i in order[:4]]
+    assert tasks.unused_classes == (sorted_names[order[4]],)
+    # The split is made over all five classes, the unused one included.
+    labels = np.repeat(range(5), [10, 15, 5, 10, 6])
+    train, _ = train_test_split(np.arange(46), stratify=labels, test_size=0.2, random_state=0)
+    used = sorted(row for task in tasks for row in task.train.rows.tolist())
+    assert used == sorted(row for row in train if labels[row] in order[:4])
+    for task in tasks:
+        pixels, found = task.test.batch(torch.arange(len(task.test)))
+        assert [sorted_names.index(task.classes[i]) for i in found] == [label_of(p) for p in pixels]
+
+
+def test_caltech_that_was_not_unpacked_to_the_end(load, caltech_dir: Path) -> None:
+    (caltech_dir / "caltech101/caltech-101").mkdir()
+    with pytest.raises(DataError, match="not unpacked to the end"):
+        load("caltech101", caltech_dir)
+
+
+def test_cub_official_split_and_boxes(load, cub_dir: Path, label_of) -> None:
+    clean = load("cub200", cub_dir, classes_per_task=2)
+    names = ["Black footed Albatross", "Laysan Albatross", "Sooty Albatross", "Groove billed Ani"]
+    order = torch.randperm(4, generator=torch.Generator().manual_seed(0)).tolist()
+    assert [c for t in clean for c in t.classes] == [names[i] for i in order]
+    joint = clean.joined()[0]
+    assert sorted(joint.train.rows.tolist()) == [0, 2, 3, 5, 6, 8, 9, 11]
+    assert sorted(joint.test.rows.tolist()) == [1, 4, 7, 10]
+    published = load("cub200", cub_dir, classes_per_task=2, pipeline="published")
+    for task in published:
+        pixels, labels = task.train.batch(torch.arange(len(task.train)))
+        assert [names.index(task.classes[i]) for i in labels] == [label_of(p) for p in pixels]
+        assert int(pixels[:, 2].min()) == int(pixels[:, 2].max()) == 128  # nothing but bird, and no byte wrapped
+    assert int(joint.train.pixels[:, 2].min()) == 0  # the clean pipeline keeps what is around it
+
+
+def test_cub_archive_is_unpacked(load, cub_dir: Path, tmp_path: Path) -> None:
+    home = tmp_path / "elsewhere"
+    home.mkdir()
+    with tarfile.open(home / "CUB_200_2011.tgz", "w:gz") as archive:
+        archive.add(cub_dir / "CUB_200_2011", arcname="CUB_200_2011")
+    assert len(load("cub200", home, classes_per_task=2)) == 2
+    assert sorted(path.name for path in home.iterdir()) == [".cub200.lock", "CUB_200_2011", "CUB_200_2011.tgz"]
+
+
+def test_cub_with_incomplete_tables(load, cub_dir: Path) -> None:
+    table = cub_dir / "CUB_200_2011/bounding_boxes.txt"
+    table.write_text("\n".join(table.read_text().splitlines()[:-1]))
+    with pytest.raises(DataError, match=r"bounding_boxes\.txt has no line for image 12"):
+        load("cub200", cub_dir)
+
+
+def test_missing_cub_says_where_to_get_it_and_makes_no_folder(load, tmp_path: Path) -> None:
+    with pytest.raises(DataMissingError, match=r"CUB_200_2011\.tgz.*data\.caltech\.edu.*CONFITUNE_DATA"):
+        load("cub200", tmp_path / "nowhere", download=True)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_cifar_official_split_enlarged_on_the_fly(load, cifar_dir: Path, label_of) -> None:
+    tasks = load("cifar100", cifar_dir)
+    assert [len(task.classes) for task in tasks] == [5, 5]
+    assert [(len(task.train), len(task.test)) for task in tasks] == [(20, 5), (20, 5)]
+    task = tasks[1]
+    pixels, labels = task.train.batch(torch.arange(20))
+    assert pixels.shape == (20, 3, 32, 32)
+    assert [task.classes[i] for i in labels] == [f"class {label_of(p)}" for p in pixels]
+    assert task.preprocess(pixels).shape == (20, 3, 224, 224)
+    assert torch.equal(load("cifar100", cifar_dir, pipeline="published")[1].train.pixels, task.train.pixels)
+
+
+def test_cifar_files_cannot_run_code(load, cifar_dir: Path, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple:
+            return (Path.touch, (tmp_path / "run",))
+
+    (cifar_dir / "cifar-100-python/test").write_bytes(pickle.dumps({"data": Evil()}))
+    with pytest.raises(DataError, match=r"cannot read .*test: it asks for pathlib"):
+        load("cifar100", cifar_dir)
+    assert not (tmp_path / "run").exists()
+    (cifar_dir / "cifar-100-python/test").write_bytes(pickle.dumps({"data": 1}))
+    with pytest.raises(DataError, match="does not hold CIFAR100's batches"):
+        load("cifar100", cifar_dir)
+
+
+@pytest.mark.parametrize("name", ["cifar100", "caltech101", "flowers102"])
+def test_missing_data_and_failing_downloads_are_explained(load, tmp_path: Path, monkeypatch, name: str) -> None:
+    with pytest.raises(DataMissingError, match=rf"{name} is not there: looked for .*To get it.*CONFITUNE_DATA"):
+        load(name, tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("Name or service not known")
+
+    dataset = {"cifar100": "CIFAR100", "caltech101": "Caltech101", "flowers102": "Flowers102"}[name]
+    monkeypatch.setattr(f"confitune.tasks.datasets.{name}.{dataset}", offline)
+    with pytest.raises(DataMissingError, match=r"fetching it failed: Name or service not known\. To get it"):
+        load(name, tmp_path / "nowhere", download=True)
+
+
+def test_downloaded_data_is_used(load, flowers_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    def fetch(root: Path, download: bool) -> None:
+        assert download
+        (flowers_dir / "flowers-102").rename(root / "flowers-102")
+
+    fetch.classes = [str(i) for i in range(102)]
+    monkeypatch.setattr("confitune.tasks.datasets.flowers102.Flowers102", fetch)
+    # Given the dataset's own folder, which is not there yet, the download goes to that very place.
+    tasks = load("flowers102", tmp_path / "new/flowers-102", download=True, classes_per_task=3)
+    assert len(tasks) == 2
+    assert (tmp_path / "new/flowers-102/jpg").is_dir()
+
+
+def test_unreadable_image_is_named(load, flowers_dir: Path) -> None:
+    path = flowers_dir / "flowers-102/jpg/image_00003.jpg"
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(DataError, match=r"image_00003\.jpg"):
+        load("flowers102", flowers_dir, classes_per_task=3)
+    Image.new("RGB", (8, 8)).save(path)
+    assert len(load("flowers102", flowers_dir, classes_per_task=3)) == 2

@@ -1,0 +1,82 @@
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from confitune.tasks import UnreadableImageError, open_rgb
+
+
+def pixel(path: Path, at: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
+    image = open_rgb(path)
+    assert image.mode == "RGB"
+    return image.getpixel(at)
+
+
+def test_grey_and_black_and_white(tmp_path: Path) -> None:
+    Image.new("L", (2, 2), 77).save(tmp_path / "grey.png")
+    Image.new("1", (2, 2), 1).save(tmp_path / "line.png")
+    assert pixel(tmp_path / "grey.png") == (77, 77, 77)
+    assert pixel(tmp_path / "line.png") == (255, 255, 255)
+
+
+@pytest.mark.parametrize("ending", ["png", "tif"])
+def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path, ending: str) -> None:
+    levels = np.array([[0, 257, 32896, 65535]], dtype=np.uint16)
+    Image.fromarray(levels).save(tmp_path / f"deep.{ending}")
+    assert [pixel(tmp_path / f"deep.{ending}", (x, 0))[0] for x in range(4)] == [0, 1, 128, 255]
+
+
+def test_sixteen_bits_in_colour(tmp_path: Path) -> None:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    row = b"\0" + struct.pack(">3H", 65535, 32896, 0)  # Pillow cannot write such files, only read them
+    png = chunk(b"IHDR", struct.pack(">2I5B", 1, 1, 16, 2, 0, 0, 0)) + chunk(b"IDAT", zlib.compress(row))
+    (tmp_path / "deep.png").write_bytes(b"\x89PNG\r\n\x1a\n" + png + chunk(b"IEND", b""))
+    assert pixel(tmp_path / "deep.png") == (255, 128, 0)
+
+
+def test_transparency_is_laid_on_white(tmp_path: Path) -> None:
+    Image.new("RGBA", (2, 2), (255, 0, 0, 51)).save(tmp_path / "thin.png")  # one fifth red
+    assert pixel(tmp_path / "thin.png") == (255, 204, 204)
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([10, 20, 30, 40, 50, 60])
+    palette.putpixel((1, 0), 1)
+    palette.save(tmp_path / "palette.png", transparency=1)
+    assert pixel(tmp_path / "palette.png") == (10, 20, 30)
+    assert pixel(tmp_path / "palette.png", (1, 0)) == (255, 255, 255)
+
+
+def test_print_colours(tmp_path: Path) -> None:
+    Image.new("CMYK", (16, 16), (0, 255, 255, 0)).save(tmp_path / "print.jpg", quality=100)
+    red, green, blue = pixel(tmp_path / "print.jpg", (8, 8))
+    assert red > 250
+    assert max(green, blue) < 5
+
+
+def test_turned_photographs_are_set_upright(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (32, 16), "red")
+    picture.paste((0, 0, 255), (0, 0, 16, 16))  # blue on the left
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise by 90 degrees: left becomes top
+    picture.save(tmp_path / "turned.jpg", exif=exif, quality=95)
+    upright = open_rgb(tmp_path / "turned.jpg")
+    assert upright.size == (16, 32)
+    assert upright.getpixel((8, 4))[2] > 200
+    assert upright.getpixel((8, 28))[0] > 200
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "whole.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:-40])
+    (tmp_path / "text.jpg").write_text("not an image")
+    (tmp_path / "empty.jpg").touch()
+    Image.fromarray(np.ones((2, 2), dtype=np.float32)).save(tmp_path / "float.tif")
+    for name in ("cut.png", "text.jpg", "empty.jpg", "absent.jpg"):
+        with pytest.raises(UnreadableImageError, match=name):
+            open_rgb(tmp_path / name)
+    with pytest.raises(UnreadableImageError, match=r"float\.tif.*which of them is white"):
+        open_rgb(tmp_path / "float.tif")

@@ -1,0 +1,78 @@
+import pytest
+import torch
+
+from confitune.tasks import DataError, Images, Preprocess, Task, TaskSequence
+
+PLAIN = Preprocess((0.0,) * 3, (1.0,) * 3)
+
+
+def pixels(first: int, count: int, side: int = 2) -> torch.Tensor:
+    return torch.arange(first, first + count, dtype=torch.uint8)[:, None, None, None].repeat(1, 3, side, side)
+
+
+def task(name: str, block: torch.Tensor, train: list[int], test: list[int], classes: tuple[str, ...]) -> Task:
+    count = len(classes)
+    splits = (Images(block, torch.tensor(r), torch.arange(len(r)) % count) for r in (train, test))
+    return Task(name, classes, *splits, PLAIN)
+
+
+def two_tasks(second_block: torch.Tensor | None = None, names: tuple[str, ...] = ("x", "y", "z")) -> TaskSequence:
+    shared = pixels(0, 10)
+    block = shared if second_block is None else second_block
+    rows = [4, 5, 6] if second_block is None else [0, 1, 2]
+    tasks = (task("one", shared, [0, 1], [2, 3], ("a", "b")), task("two", block, rows, rows[::-1], names))
+    return TaskSequence("pair", "clean", tasks)
+
+
+def test_is_a_sequence() -> None:
+    tasks = two_tasks()
+    assert [t.name for t in tasks] == ["one", "two"]
+    assert tasks[-1].name == "two"
+    assert isinstance(tasks[1:], TaskSequence)
+    assert tasks.first(1)[0] is tasks[0]
+    assert (tasks.first(1).name, tasks.first(1).pipeline) == ("pair", "clean")
+    with pytest.raises(DataError, match="has 2 tasks; cannot take the first 3"):
+        tasks.first(3)
+    with pytest.raises(DataError, match="cannot take the first 0"):
+        tasks.first(0)
+
+
+def test_joined_has_all_classes_all_data_and_says_where_they_came_from() -> None:
+    tasks = two_tasks()
+    joint = tasks.joined()
+    (whole,) = joint
+    assert whole.classes == ("a", "b", "x", "y", "z")
+    assert whole.groups == ((0, 2), (2, 5))
+    assert whole.train.rows.tolist() == [0, 1, 4, 5, 6]
+    assert whole.train.labels.tolist() == [0, 1, 2, 3, 4]
+    assert whole.test.rows.tolist() == [2, 3, 6, 5, 4]
+    assert whole.train.pixels is tasks[0].train.pixels  # nothing was copied
+    assert joint.joined() is joint
+
+
+def test_joined_of_separate_blocks_keeps_each_image_with_its_label() -> None:
+    whole = two_tasks(second_block=pixels(100, 3)).joined()[0]
+    found, labels = whole.train.batch(torch.arange(5))
+    assert found[:, 0, 0, 0].tolist() == [0, 1, 100, 101, 102]
+    assert labels.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_joined_tells_classes_of_the_same_name_apart() -> None:
+    assert two_tasks(names=("a", "b", "c")).joined()[0].classes == ("one:a", "one:b", "two:a", "two:b", "two:c")
+
+
+def test_what_cannot_be_joined_is_explained() -> None:
+    with pytest.raises(DataError, match="different kinds"):
+        two_tasks(second_block=pixels(0, 3, side=4)).joined()
+    one, two = two_tasks()
+    other = Task(two.name, two.classes, two.train, two.test, Preprocess((0.5,) * 3, (1.0,) * 3))
+    with pytest.raises(DataError, match="preprocessed differently"):
+        TaskSequence("pair", "clean", (one, other)).joined()
+
+
+def test_empty_sequences_and_twice_used_names_are_refused() -> None:
+    one, _ = two_tasks()
+    with pytest.raises(DataError, match="empty"):
+        TaskSequence("none", "clean", ())
+    with pytest.raises(DataError, match="same name"):
+        TaskSequence("pair", "clean", (one, one))
