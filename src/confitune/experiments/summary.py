@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from confitune.engine import RunResult
+from confitune.experiments.markdown import summary_markdown
 from confitune.experiments.plots import draw_accuracy_matrix, draw_curves, draw_overview
 from confitune.files import write_whole
 from confitune.metrics import average_accuracy_curve, mean_and_interval
@@ -31,12 +33,13 @@ def collect_results(out: Path) -> dict[str, dict[str, list[RunResult]]]:
 
 
 def write_summary(out: Path) -> dict[str, Any]:
-    """Write `summary.json` over everything below `out`, and return it."""
+    """Write `summary.json` and its Markdown twin over everything below `out`, and return it."""
     summary = {
         dataset: {method: _summarised(results) for method, results in methods.items()}
         for dataset, methods in collect_results(out).items()
     }
     write_whole(out / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
+    write_whole(out / "summary.md", lambda file: file.write(summary_markdown(summary).encode()))
     return summary
 
 
@@ -68,7 +71,9 @@ def summary_table(results: list[RunResult]) -> Table:
     first = results[0]
     seeds = max(map(len, by_method.values()))
     table = Table(
-        title=f"{first.dataset}: {len(first.accuracy_matrix)} tasks, {first.config.get('model', '')}, {seeds} seed(s)",
+        title=escape(
+            f"{first.dataset}: {len(first.accuracy_matrix)} tasks, {first.config.get('model', '')}, {seeds} seed(s)"
+        ),
         caption="ACC: accuracy over all tasks at the end. FGT: what earlier tasks lost since their best. In percent.",
         title_justify="left",
         caption_justify="left",
