@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
@@ -87,11 +88,16 @@ def run_command(
         values["methods"] = method
     checked = make_recipe(values, source=str(recipe) if recipe else "the options given")
     console = Console()
-    results = run_recipe(checked, out, resume=resume, console=console)
+    try:
+        results = run_recipe(checked, out, resume=resume, console=console)
+    except KeyboardInterrupt:  # here, because typer ends the program without a word
+        Console(stderr=True).print("stopped; the same command with --resume goes on where it was", style="yellow")
+        raise typer.Exit(130) from None
     pictures = draw_pictures(out, checked.methods)
     console.print(summary_table(results))
     if pictures:
-        console.print(f"Everything is in {out}; the picture to look at first: {pictures[-1]}", soft_wrap=True)
+        where = f"Everything is in {out}; the picture to look at first: {pictures[-1]}"
+        console.print(where, soft_wrap=True, markup=False)
 
 
 @app.command(name="models")
@@ -123,7 +129,7 @@ def models_command(
         table.add_column(column, justify="right")
     for r in reports:
         if r.problem:
-            table.add_row(r.name, f"[dim]{r.problem}[/dim]")
+            table.add_row(r.name, f"[dim]{escape(r.problem)}[/dim]")
         else:
             counts = (r.norms, r.recovered, r.phase_numbers, r.window_numbers)
             table.add_row(r.name, f"{r.parameters / 1e6:.1f}M", *(f"{count:,}" for count in counts))
@@ -135,8 +141,6 @@ def main() -> None:
     try:
         app()
     except ConfituneError as error:
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {error}", highlight=False, soft_wrap=True)
+        message = escape(str(error))  # paths may hold brackets
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {message}", highlight=False, soft_wrap=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("stopped; the same command with --resume goes on where it was", style="yellow")
-        sys.exit(130)

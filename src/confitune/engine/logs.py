@@ -21,7 +21,8 @@ class CsvLog(Listener):
     def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
         """A fresh run starts fresh files; one that goes on drops what it will do again."""
         self._names = list(tasks)
-        _keep(self._epochs, _EPOCH_COLUMNS, lambda row: int(row["task"]) < first_task)
+        # Of the first task only `task_started` knows which epochs are to be done again.
+        _keep(self._epochs, _EPOCH_COLUMNS, lambda row: int(row["task"]) <= first_task)
         _keep(
             self._accuracy, ("after_task", "task", "task_name", "accuracy"), lambda r: int(r["after_task"]) < first_task
         )

@@ -35,7 +35,7 @@ class LiveProgress(Listener):
         if not self._live:
             return
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[status]}"),
             _TimeLeft(),
@@ -70,14 +70,15 @@ class LiveProgress(Listener):
         if not self._live:
             self._console.print(
                 f"{self._label}: task {task + 1} of {len(self._tasks)}, loss {self._loss:.3f}, "
-                f"average accuracy so far {self._average:.1f}%"
+                f"average accuracy so far {self._average:.1f}%",
+                markup=False,
             )
         if task + 1 == len(self._tasks):
             self.close()
 
     def note(self, message: str) -> None:
         """Print above the bar."""
-        self._console.print(f"note: {message}", style="yellow", highlight=False)
+        self._console.print(f"note: {message}", style="yellow", highlight=False, markup=False)
 
     def close(self) -> None:
         """Take the bar away."""

@@ -93,7 +93,8 @@ def device_name(device: torch.device) -> str:
 
 def command_line() -> str:
     """How this process was started, without the path of the interpreter."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0]).name
+    return " ".join(["confitune" if program == "__main__.py" else program, *sys.argv[1:]])
 
 
 def _or_none(value: float) -> float | None:

@@ -18,7 +18,7 @@ from confitune.engine.events import EpochEnd, Listener, Listeners
 from confitune.engine.result import RunResult, command_line, device_name, summary_of, versions
 from confitune.engine.settings import TrainSettings
 from confitune.engine.training import TaskFit
-from confitune.methods import Method
+from confitune.methods import Method, hierarchical
 from confitune.nn import ContinualNet, state_sha256
 from confitune.tasks import Images, Task, TaskSequence
 
@@ -100,8 +100,9 @@ class SequenceRun:
         fit.run(after_epoch=lambda: self._after_epoch(fit))
         self._evaluate(index)
         self.task = index + 1
-        self._checkpoint(None)
+        # Logs first: a run killed in between does the task again, and logs then drop what they have of it.
         self.listener.task_ended(index, [a for a in self.matrix[:, self._column(index)] if not np.isnan(a)])
+        self._checkpoint(None)
 
     def _after_epoch(self, fit: TaskFit) -> None:
         if fit.epoch % self.checkpoint_epochs == 0 and fit.epoch < self.settings.epochs:
@@ -146,7 +147,7 @@ class SequenceRun:
 
     def _say_what_is_odd(self) -> None:
         stages = self.method.schedule(self.settings.epochs)
-        if self.method.name == "confit" and stages[0].name != "head":
+        if self.method.schedule is hierarchical and stages[0].name != "head":
             self.listener.note(f"with {self.settings.epochs} epochs no stage is left for the head alone; use 5 or more")
 
     def _result(self) -> RunResult:

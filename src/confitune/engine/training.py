@@ -149,10 +149,12 @@ class TaskFit:
             right_sum += right
             self.listener.step_done(step + 1, steps)
         mean_loss = loss_sum.item() / steps
-        if not torch.isfinite(loss_sum):
+        # The loss cannot show what the last step did to the weights.
+        ruined = "" if all(torch.isfinite(p).all() for p in self.net.parameters()) else ", its weights infinite"
+        if ruined or not torch.isfinite(loss_sum):
             raise ConfituneError(
-                f"the loss of task {self.task.name!r} became {mean_loss} in epoch {epoch + 1} (stage {stage.name!r}); "
-                f"try a learning rate below {lr:g}"
+                f"the loss of task {self.task.name!r} became {mean_loss}{ruined} in epoch {epoch + 1} (stage "
+                f"{stage.name!r}); try a learning rate below {lr:g}"
             )
         self.seconds += time.perf_counter() - started
         seen = steps * self.batch_size

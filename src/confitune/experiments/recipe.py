@@ -92,7 +92,7 @@ class Recipe(BaseModel):
 def make_recipe(values: dict[str, Any], source: str = "the options given") -> Recipe:
     """A checked recipe, or an error that says which value to change, and to what."""
     try:
-        recipe = Recipe(**values)
+        recipe = Recipe.model_validate(values)
     except ValidationError as error:
         raise ConfituneError("\n".join(_explained(problem, source) for problem in error.errors())) from error
     dataset_info(recipe.dataset)

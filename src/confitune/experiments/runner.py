@@ -6,6 +6,7 @@ import copy
 import re
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -23,6 +24,7 @@ from confitune.experiments.recipe import Recipe
 from confitune.experiments.summary import write_summary
 from confitune.methods import create_method
 from confitune.nn import Backbone, ContinualNet, create_backbone
+from confitune.nn.convert import require_batch_norm
 from confitune.tasks import TaskSequence, load_tasks
 
 RESULT = "result.json"
@@ -40,7 +42,11 @@ def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, console: Cons
     folders = {run: run_folder(out, recipe.dataset, *run) for run in plan}
     if not resume:
         _refuse_existing(folders.values())
-    backbone = create_backbone(recipe.model, recipe.weights)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a random start (weights 'none') is the same one in every run and after a resume
+        backbone = create_backbone(recipe.model, recipe.weights)
+    if any(create_method(name).norm != "shared" for name in recipe.methods):
+        require_batch_norm(backbone.module)  # now, not after the methods that do without have been trained
     done = {run: _finished(folder, recipe, run, backbone) for run, folder in folders.items()}
     results = []
     sequence: TaskSequence | None = None

@@ -1,0 +1,112 @@
+import json
+import math
+import platform
+import sys
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+import torch
+
+from confitune import metrics
+from confitune.engine import RunResult
+from confitune.engine.result import command_line, summary_of
+from confitune.errors import ConfituneError
+from confitune.nn import state_sha256
+
+
+@pytest.mark.parametrize("method", ["confit", "finetune", "joint", "single-task"])
+def test_every_field_says_what_happened(make_run, make_net, method, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/some/where/confitune", "run", "--dataset", "tiny"])
+    run = make_run(method, epochs=2, seed=3, config={"lr": 0.05}, weights="own.pth")
+    before = state_sha256(make_net(run.method.norm).backbone)
+    result = run.run()
+    assert (result.dataset, result.method, result.seed) == ("tiny", method, 3)
+    assert (result.config, result.weights) == ({"lr": 0.05}, "own.pth")
+    assert result.weights_sha256 == before
+    assert result.final_sha256 != before
+    assert len(result.final_sha256) == 64
+    assert result.command == "confitune run --dataset tiny"
+    assert result.device == f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
+    assert result.versions["torch"] == version("torch")
+    assert result.versions["python"] == platform.python_version()
+    assert {"confitune", "timm", "torchvision", "numpy"} <= set(result.versions)
+    assert 0 < run.train_seconds < result.seconds + 0.001
+    images = 2 * (48 + 40 + 40) if method != "joint" else 2 * 128  # 130 images together: 16 batches of 8
+    assert result.images_per_second == pytest.approx(images / run.train_seconds, abs=0.06)
+    matrix = result.matrix
+    assert result.acc == metrics.average_accuracy(matrix)
+    if method == "joint":
+        assert (result.fgt, result.learning_acc, result.bwt) == (None, None, None)
+    else:
+        assert result.fgt == metrics.average_forgetting(matrix)
+        assert result.learning_acc == metrics.learning_accuracy(matrix)
+        assert result.bwt == metrics.backward_transfer(matrix)
+
+
+def test_tasks_are_described_with_what_they_take(make_run):
+    run = make_run("confit", epochs=1)
+    tasks = run.run().tasks
+    assert [task["name"] for task in tasks] == ["dark", "bright", "minus"]
+    assert [task["classes"] for task in tasks][1] == ["bright-0", "bright-1"]
+    assert [(task["train_images"], task["test_images"]) for task in tasks] == [(48, 44), (40, 32), (42, 36)]
+    # weight, bias and variance of 8 + 12 + 16 channels; 3 x 3 window means of 3 + 8 + 12 input channels
+    assert {task["norm_numbers"] for task in tasks} == {3 * 36 + 9 * 23}
+    assert [task["head_numbers"] for task in tasks] == [17 * 3, 17 * 2, 17 * 3]
+
+
+@pytest.mark.parametrize(
+    ("method", "numbers"),
+    [
+        ("finetune", 0),
+        ("linear-probe", 0),
+        ("task-bn", 4 * 36),
+        ("single-task", 9 * (3 * 8 + 8 * 12 + 12 * 16) + 16 + 2 * 36),  # a network of its own
+    ],
+)
+def test_what_a_task_adds_by_method(make_run, method, numbers):
+    assert {task["norm_numbers"] for task in make_run(method, epochs=1).run().tasks} == {numbers}
+
+
+def test_saved_and_loaded_is_the_same(make_run, tmp_path):
+    result = make_run("confit", epochs=1).run()
+    path = tmp_path / "result.json"
+    result.save(path)
+    assert RunResult.load(path) == result
+    saved = json.loads(path.read_text())
+    assert saved["accuracy_matrix"][1][0] is None  # NaN is not JSON
+    assert saved["accuracy_matrix"][0] == result.accuracy_matrix[0]
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"acc": 1}', b"\xff\xfe"])
+def test_a_file_that_is_no_result_is_named(tmp_path, content):
+    path = tmp_path / "result.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfituneError, match="is not a result of this program") as caught:
+        RunResult.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfituneError, match=r"result\.json is not a result"):
+        RunResult.load(tmp_path / "result.json")
+
+
+def test_summary_of_a_matrix_has_none_for_what_is_not_defined():
+    nan = math.nan
+    summary = summary_of(np.array([[nan, 80.0], [nan, 90.0]]))
+    assert summary == {
+        "acc": 85.0,
+        "fgt": None,
+        "learning_acc": None,
+        "bwt": None,
+        "accuracy_matrix": [[None, 80.0], [None, 90.0]],
+    }
+    summary = summary_of(np.array([[90.0, 80.0], [nan, 95.0]]))
+    assert (summary["acc"], summary["fgt"], summary["learning_acc"], summary["bwt"]) == (87.5, 10.0, 92.5, -10.0)
+
+
+def test_the_command_has_no_path(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/a/b/confitune", "run", "--epochs", "3"])
+    assert command_line() == "confitune run --epochs 3"

@@ -1,0 +1,309 @@
+"""A run that was killed and resumed equals one that was not, and its logs hold every epoch once."""
+
+import csv
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from confitune.engine import Checkpoint, CsvLog, Listener, TrainSettings
+from confitune.errors import ConfituneError
+
+CASES = {
+    "confit phase running": {"method": "confit", "means": "phase", "statistics": "running"},
+    "confit phase pass": {"method": "confit", "means": "phase", "statistics": "pass"},
+    "confit window running": {"method": "confit", "means": "window", "statistics": "running"},
+    "confit window pass": {"method": "confit", "means": "window", "statistics": "pass"},
+    "confit momentum": {"method": "confit", "momentum": 0.9, "lr": 0.01},
+    "confit adam": {"method": "confit", "optimizer": "adam", "lr": 0.003},
+    "confit random everything": {"method": "confit", "dropout": 0.3, "augmentation": "flip-shift"},
+    "finetune": {"method": "finetune"},
+    "finetune momentum step": {"method": "finetune", "momentum": 0.9, "lr": 0.01, "lr_schedule": "step"},
+    "finetune adam cosine": {"method": "finetune", "optimizer": "adam", "lr": 0.003, "lr_schedule": "cosine"},
+    "single-task": {"method": "single-task"},
+    "single-task momentum": {"method": "single-task", "momentum": 0.9, "lr": 0.01},
+    "bn-only": {"method": "bn-only"},
+    "linear-probe": {"method": "linear-probe"},
+    "joint": {"method": "joint"},
+}
+
+
+class Killed(Exception):
+    pass
+
+
+class Killer(Listener):
+    """Kills the run when `task` starts, or when its `epoch` has been trained and not yet been checkpointed."""
+
+    def __init__(self, task, epoch=None):
+        self.task, self.epoch = task, epoch
+
+    def task_started(self, task, name, first_epoch):
+        if task == self.task and self.epoch is None:
+            raise Killed
+
+    def epoch_ended(self, end):
+        if (end.task, end.epoch) == (self.task, self.epoch):
+            raise Killed
+
+
+class Starts(Listener):
+    def __init__(self):
+        self.tasks, self.epochs = [], []
+
+    def task_started(self, task, name, first_epoch):
+        self.tasks.append((task, first_epoch))
+
+    def epoch_ended(self, end):
+        self.epochs.append((end.task, end.epoch))
+
+
+@pytest.fixture
+def runs(make_run, tmp_path):
+    """Runs of 5 epochs in a folder of tmp_path, with a checkpoint after every epoch."""
+
+    def make(folder, *listeners, **options):
+        folder = tmp_path / folder
+        folder.mkdir(exist_ok=True)
+        # The killer comes last: what it kills has been logged, as when a process dies after an epoch.
+        listeners = (CsvLog(folder), *listeners)
+        options = {"epochs": 5, "checkpoint_epochs": 1, "config": {"what": "test"}, **options}
+        return make_run(listeners=listeners, folder=folder, **options)
+
+    return make
+
+
+def rows(path):
+    """Lines of a log without what differs from run to run."""
+    return [{key: text for key, text in row.items() if key != "seconds"} for row in csv.DictReader(path.open())]
+
+
+def assert_same(found, run, reference, whole_run, folder, other):
+    assert found.accuracy_matrix == reference.accuracy_matrix
+    assert found.final_sha256 == reference.final_sha256
+    assert run.images == whole_run.images
+    for log in ("epochs.csv", "accuracy.csv"):
+        assert rows(folder / log) == rows(other / log)
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_resumed_equals_undisturbed(runs, tmp_path, options):
+    whole_run = runs("whole", **options)
+    reference = whole_run.run()
+    joint = options["method"] == "joint"  # a single task: there is nothing between tasks
+    within = (0, 3) if joint else (1, 3)
+    for task, epoch in [within] if joint else [(1, None), within]:
+        folder = f"killed in {task} at {epoch}"
+        with pytest.raises(Killed):
+            runs(folder, Killer(task, epoch), **options).run()
+        starts = Starts()
+        run = runs(folder, starts, **options)
+        assert run.resume()
+        found = run.run()
+        assert starts.tasks[0] == (task, epoch or 0)
+        assert_same(found, run, reference, whole_run, tmp_path / folder, tmp_path / "whole")
+
+
+def test_the_log_of_an_undisturbed_run_has_every_epoch_once(runs, tmp_path):
+    runs("whole").run()
+    logged = [(int(row["task"]), int(row["epoch"])) for row in rows(tmp_path / "whole" / "epochs.csv")]
+    assert logged == list(itertools.product(range(3), range(5)))
+    stages = [row["stage"] for row in rows(tmp_path / "whole" / "epochs.csv")]
+    assert stages == ["head", "head+norm", "all", "all", "all"] * 3
+    pairs = [(int(row["after_task"]), int(row["task"])) for row in rows(tmp_path / "whole" / "accuracy.csv")]
+    assert pairs == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("every", [2, 5])
+def test_killed_anywhere_within_a_task(runs, tmp_path, every):
+    whole_run = runs("whole")
+    reference = whole_run.run()
+    for task, epoch in [(0, 0), (0, 4), (1, 2), (2, 4)]:
+        folder = f"killed in {task} at {epoch}"
+        with pytest.raises(Killed):
+            runs(folder, Killer(task, epoch), checkpoint_epochs=every).run()
+        starts = Starts()
+        run = runs(folder, starts, checkpoint_epochs=every)
+        saved = (task, epoch // every * every)
+        assert run.resume() == (saved != (0, 0))
+        found = run.run()
+        assert starts.epochs == [pair for pair in itertools.product(range(3), range(5)) if pair >= saved]
+        assert_same(found, run, reference, whole_run, tmp_path / folder, tmp_path / "whole")
+
+
+def test_killed_three_times(runs, tmp_path):
+    whole_run = runs("whole")
+    reference = whole_run.run()
+    for killer in (Killer(0, 2), Killer(1), Killer(1, 4)):
+        run = runs("killed", killer)
+        run.resume()
+        with pytest.raises(Killed):
+            run.run()
+    run = runs("killed")
+    run.resume()
+    assert_same(run.run(), run, reference, whole_run, tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_killed_around_the_checkpoint_of_a_finished_task(runs, tmp_path, monkeypatch, moment):
+    whole_run = runs("whole")
+    reference = whole_run.run()
+    save = Checkpoint.save
+
+    def save_and_die(checkpoint, folder):
+        if moment == "after" or checkpoint.task < 2:
+            save(checkpoint, folder)
+        if checkpoint.task == 2:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "save", save_and_die)
+        with pytest.raises(Killed):
+            runs("killed").run()
+    starts = Starts()
+    run = runs("killed", starts)
+    assert run.resume()
+    found = run.run()
+    assert starts.tasks[0] == ((1, 4) if moment == "before" else (2, 0))
+    assert_same(found, run, reference, whole_run, tmp_path / "killed", tmp_path / "whole")
+
+
+def test_a_finished_run_resumes_to_its_result_without_training(runs):
+    reference = runs("whole").run()
+    starts = Starts()
+    run = runs("whole", starts)
+    assert run.resume()
+    found = run.run()
+    assert starts.epochs == []
+    assert (found.accuracy_matrix, found.final_sha256) == (reference.accuracy_matrix, reference.final_sha256)
+
+
+def test_seconds_go_on_where_they_were(runs, tmp_path):
+    with pytest.raises(Killed):
+        runs("killed", Killer(2, 3)).run()
+    path = tmp_path / "killed" / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    torch.save({**state, "seconds": 1000.0, "train_seconds": 500.0}, path)
+    run = runs("killed")
+    run.resume()
+    result = run.run()
+    assert 1000 < result.seconds < 1060
+    images = 5 * (48 + 40 + 40)  # 5 epochs of the full batches of 48, 40 and 42 images
+    assert run.images == images
+    assert result.images_per_second == pytest.approx(images / run.train_seconds, abs=0.06)
+    assert run.train_seconds > 500
+
+
+def test_nothing_to_resume_from(runs, make_run):
+    assert not runs("empty").resume()
+    assert not make_run().resume()
+
+
+def test_another_configuration_is_refused_and_named(runs, tmp_path):
+    with pytest.raises(Killed):
+        runs("killed", Killer(1), config={"lr": 0.05, "epochs": 5, "seed": 0}).run()
+    run = runs("killed", config={"lr": 0.1, "epochs": 5, "model": "other", "seed": 0})
+    with pytest.raises(ConfituneError) as caught:
+        run.resume()
+    message = str(caught.value)
+    assert str(tmp_path / "killed" / "checkpoint.pt") in message
+    assert "lr was 0.05, now 0.1" in message
+    assert "model was None, now 'other'" in message
+    assert "epochs" not in message
+    assert "seed" not in message
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "empty", "other"])
+def test_a_damaged_checkpoint_is_named(runs, tmp_path, damage):
+    with pytest.raises(Killed):
+        runs("killed", Killer(1)).run()
+    path = tmp_path / "killed" / "checkpoint.pt"
+    whole = path.read_bytes()
+    if damage == "other":
+        torch.save({"weights": torch.zeros(3)}, path)
+    else:
+        path.write_bytes({"cut": whole[: len(whole) // 2], "text": b"not a checkpoint", "empty": b""}[damage])
+    with pytest.raises(ConfituneError, match="cannot be read") as caught:
+        runs("killed").resume()
+    assert str(path) in str(caught.value)
+
+
+def test_a_checkpoint_cannot_run_code(runs, tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "sprung",)
+
+    (tmp_path / "killed").mkdir()
+    torch.save({"config": Trap()}, tmp_path / "killed" / "checkpoint.pt")
+    with pytest.raises(ConfituneError, match="cannot be read"):
+        runs("killed").resume()
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_checkpoint_of_another_kind_of_network_is_refused(runs):
+    with pytest.raises(Killed):
+        runs("killed", Killer(1), method="confit", means="phase").run()
+    with pytest.raises(ConfituneError, match=r"phase.*window"):
+        runs("killed", method="confit", means="window").resume()
+
+
+def test_diverging_names_task_and_epoch_and_leaves_the_checkpoint(runs, make_run, tmp_path):
+    with pytest.raises(Killed):
+        runs("killed", Killer(1)).run()
+    path = tmp_path / "killed" / "checkpoint.pt"
+    before = path.read_bytes()
+    # 5 steps an epoch, each multiplies the weights by -1e6: finite at the end of the first epoch, not of the second.
+    run = runs("killed", lr=1e3, weight_decay=1e3)
+    run.resume()
+    message = r"task 'bright' became .* in epoch 2 \(stage 'head\+norm'\); try a learning rate below 1000"
+    with pytest.raises(ConfituneError, match=message):
+        run.run()
+    checkpoint = Checkpoint.load(tmp_path / "killed", {"what": "test"})
+    assert (checkpoint.task, checkpoint.fit["epoch"]) == (1, 1)  # after the first epoch
+    assert all(tensor.isfinite().all() for key, tensor in checkpoint.net.items() if key != "_extra_state")
+    path.write_bytes(before)
+    reference = make_run(epochs=5).run()
+    again = runs("killed")
+    assert again.resume()
+    assert again.run().final_sha256 == reference.final_sha256
+
+
+def test_diverging_in_the_first_task(make_run):
+    with pytest.raises(ConfituneError, match=r"task 'dark' became (nan|inf).* in epoch 1 \(stage 'all'\)"):
+        make_run("finetune", lr=1e12).run()
+
+
+def test_diverging_in_the_very_last_step(make_run, sequence):
+    """The loss before the step is finite and no later one is computed; the network is ruined all the same."""
+    run = make_run("finetune", lr=1e38, weight_decay=1e10, epochs=1, batch_size=48, tasks=sequence.first(1))
+    with pytest.raises(ConfituneError, match=r"task 'dark' became 1\.\d+, its weights infinite in epoch 1"):
+        run.run()
+
+
+def test_without_a_folder_nothing_is_written(make_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(checkpoint_epochs=1).run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoints_are_replaced_whole(runs, tmp_path):
+    seen = []
+
+    class Looks(Listener):
+        def task_started(self, task, name, first_epoch):
+            seen.append(sorted(path.name for path in (tmp_path / "whole").iterdir()))
+
+    runs("whole", Looks()).run()
+    assert seen == [["accuracy.csv", "epochs.csv"], *[["accuracy.csv", "checkpoint.pt", "epochs.csv"]] * 2]
+    checkpoint = Checkpoint.load(tmp_path / "whole", {"what": "test"})
+    assert (checkpoint.task, checkpoint.fit) == (3, None)
+
+
+def test_settings_are_not_compared_by_the_run_itself(runs):
+    """`config` alone says what a run is: the experiment puts into it what matters there."""
+    with pytest.raises(Killed):
+        runs("killed", Killer(1)).run()
+    run = runs("killed", eval_batch_size=7)
+    assert run.resume()
+    assert run.settings == TrainSettings(epochs=5, batch_size=8, lr=0.05, device="cpu", eval_batch_size=7)

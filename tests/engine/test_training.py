@@ -1,0 +1,257 @@
+"""The training loop against one written by hand, and what it does with odd tasks."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from confitune.engine import EpochEnd, Listener, TaskFit, TrainSettings, evaluate, fit
+from confitune.errors import ConfituneError
+from confitune.methods import METHODS, Penalty
+from confitune.tasks import Images, TaskSequence
+
+
+class Batches(Penalty):
+    """Keeps every training batch: inputs from the backbone's hook, labels from the loss."""
+
+    def __init__(self, net):
+        self.inputs, self.labels = [], []
+        net.backbone.register_forward_pre_hook(lambda module, args: self.inputs.append(args[0].clone()))
+
+    def output_loss(self, logits, labels):
+        self.labels.append(labels.clone())
+
+
+class Events(Listener):
+    def __init__(self):
+        self.ends, self.steps, self.notes = [], [], []
+
+    def step_done(self, step, steps):
+        self.steps.append((step, steps))
+
+    def epoch_ended(self, end):
+        self.ends.append(end)
+
+    def note(self, message):
+        self.notes.append(message)
+
+
+def assert_same_tensors(found, expected):
+    for key, value in expected.state_dict().items():
+        torch.testing.assert_close(
+            found.state_dict()[key], value, rtol=1e-6, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}"
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9, "weight_decay": 0.01, "lr": 0.01},
+        {"lr_schedule": "cosine"},
+        {"lr_schedule": "step", "momentum": 0.9},
+    ],
+    ids=["plain", "momentum", "cosine", "step"],
+)
+def test_finetune_is_sgd_on_the_cross_entropy(make_net, sequence, options):
+    settings = TrainSettings(**{"epochs": 3, "batch_size": 8, "lr": 0.05, "device": "cpu", **options})
+    net = make_net("shared")
+    backbone = copy.deepcopy(net.backbone)
+    recorder, events = Batches(net), Events()
+    method = dataclasses.replace(METHODS["finetune"], penalties=(recorder,))
+    for index, task in enumerate(sequence.first(2)):
+        recorder.inputs.clear()
+        recorder.labels.clear()
+        fitting = TaskFit(net, task, method, settings, events)
+        head = nn.Linear(16, len(task.classes))
+        head.load_state_dict(net.head.state_dict())
+        fitting.run()
+
+        # By hand, on the same batches and from the same head:
+        model = nn.Sequential(backbone, head).train()
+        parameters = list(model.parameters())
+        velocity = [torch.zeros_like(p) for p in parameters]
+        steps = len(task.train) // 8
+        assert len(recorder.labels) == 3 * steps
+        losses, right = [], []
+        for step, (x, labels) in enumerate(zip(recorder.inputs, recorder.labels, strict=True)):
+            logits = model(x)
+            loss = cross_entropy(logits, labels)
+            gradients = torch.autograd.grad(loss, parameters)
+            lr = settings.lr * settings.lr_factor(step // steps)
+            with torch.no_grad():
+                for p, v, g in zip(parameters, velocity, gradients, strict=True):
+                    v.mul_(settings.momentum).add_(g + settings.weight_decay * p)
+                    p.sub_(lr * v)
+            losses.append(loss.item())
+            right.append((logits.argmax(1) == labels).double().mean().item())
+        assert_same_tensors(net.backbone, backbone)
+        assert_same_tensors(net.head, head)
+        for epoch in range(3):
+            end = events.ends[3 * index + epoch]
+            mine = slice(epoch * steps, (epoch + 1) * steps)
+            assert end.loss == pytest.approx(sum(losses[mine]) / steps, rel=1e-5)
+            assert end.accuracy == pytest.approx(100 * sum(right[mine]) / steps)
+
+
+def test_events_of_a_task(make_net, make_task):
+    events = Events()
+    fit(make_net("xconv"), make_task("dark"), METHODS["confit"], TrainSettings(epochs=5, device="cpu"), events)
+    assert events.steps == [(1, 1)] * 5  # 48 images, batches of 32
+    assert [end.epoch for end in events.ends] == [0, 1, 2, 3, 4]
+    for end in events.ends:
+        assert isinstance(end, EpochEnd)
+        assert (end.task, end.task_name, end.epochs, end.images, end.lr) == (0, "dark", 5, 32, 0.01)
+        assert end.seconds > 0
+
+
+def test_the_last_smaller_batch_is_dropped(make_net, make_task):
+    net, events = make_net("shared"), Events()
+    recorder = Batches(net)
+    method = dataclasses.replace(METHODS["finetune"], penalties=(recorder,))
+    fit(net, make_task("dark", (11, 9)), method, TrainSettings(epochs=3, batch_size=8, device="cpu"), events)
+    assert events.steps == [(1, 2), (2, 2)] * 3
+    assert [len(labels) for labels in recorder.labels] == [8] * 6
+    assert [end.images for end in events.ends] == [16] * 3
+
+
+def test_a_task_smaller_than_a_batch_is_one_smaller_batch(make_net, make_task):
+    net, task, events = make_net("xconv"), make_task("dark", (3, 2)), Events()
+    settings = TrainSettings(epochs=20, batch_size=8, lr=0.05, device="cpu")
+    fit(net, task, METHODS["confit"], settings, events)
+    (note,) = events.notes
+    assert note == "task 'dark' has 5 training images, fewer than the batch size 8: batches of 5"
+    assert events.steps == [(1, 1)] * 20
+    assert {end.images for end in events.ends} == {5}
+    assert events.ends[-1].loss < 0.5 * events.ends[0].loss
+    assert events.ends[-1].accuracy == 100
+    assert net.tasks["dark"].finished
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_training_images_are_enough(make_net, make_task, method):
+    method = METHODS[method]
+    task = make_task("dark", (1, 1))
+    net = make_net(method.norm, statistics="pass")
+    fit(net, task, method, TrainSettings(epochs=5, device="cpu"))
+    assert net.tasks["dark"].finished
+    assert 0 <= evaluate(net, task) <= 100
+
+
+def test_one_training_image_is_refused(make_net, make_task, make_run, sequence):
+    task = make_task("lonely", (1, 0))
+    with pytest.raises(ConfituneError, match="task 'lonely' has 1 training image; batch norm needs 2 or more"):
+        fit(make_net("xconv"), task)
+    with pytest.raises(ConfituneError, match="lonely"):
+        make_run(tasks=TaskSequence("tiny", "own", (sequence[0], task))).run()
+
+
+def test_a_class_without_training_images_keeps_its_place(make_net, make_task):
+    task = make_task("dark", (24, 0, 20), (10, 8, 9))
+    net, events = make_net("xconv"), Events()
+    fit(net, task, METHODS["confit"], TrainSettings(epochs=10, batch_size=8, lr=0.05, device="cpu"), events)
+    assert net.head.out_features == 3
+    assert events.ends[-1].accuracy > 90
+    accuracy = []
+    for label in range(3):
+        chosen = task.test.labels == label
+        accuracy.append(
+            evaluate(net, task, images=Images(task.test.pixels, task.test.rows[chosen], task.test.labels[chosen]))
+        )
+    assert accuracy[1] == 0  # never seen, never answered
+    assert min(accuracy[0], accuracy[2]) > 50
+
+
+@pytest.mark.parametrize(("method", "norm"), [("confit", "shared"), ("finetune", "xconv"), ("linear-probe", "shared")])
+def test_a_method_whose_norm_does_not_fit_the_network_is_refused(make_net, make_task, method, norm):
+    needed = METHODS[method].norm
+    message = (
+        rf"method '{method}' needs norm='{needed}', the network has '{norm}': ContinualNet\(backbone, norm='{needed}'\)"
+    )
+    with pytest.raises(ConfituneError, match=message):
+        fit(make_net(norm), make_task("dark"), METHODS[method])
+
+
+def test_the_device_is_checked_before_anything_is_trained(make_net, make_task):
+    net = make_net("xconv")
+    with pytest.raises(ConfituneError, match="device 'cuda:99' cannot be used"):
+        fit(net, make_task("dark"), settings=TrainSettings(device="cuda:99"))
+    assert not net.tasks
+
+
+def test_input_statistics_are_silent_until_they_matter(make_net, make_task):
+    """120 steps: of an average with momentum 0.1 the first 21 weigh less than 3e-5 together."""
+    task, rows = make_task("dark"), []
+    for track_from in (3e-5, 0):
+        net = make_net("xconv")
+        settings = TrainSettings(epochs=20, batch_size=8, track_from=track_from, device="cpu")
+        fit(net, task, METHODS["confit"], settings)
+        rows.append(net.task_state_dict("dark"))
+        assert net.tasks["dark"].batches == ((99,) * 3 if track_from else (120,) * 3)
+    silent, whole = rows
+    for key in silent:
+        if key.endswith("input_means"):
+            assert not torch.equal(silent[key], whole[key])
+            torch.testing.assert_close(silent[key], whole[key], rtol=0, atol=3e-5 * 4)  # inputs reach 4 or so
+        elif not key.endswith("input_size"):
+            assert torch.equal(silent[key], whole[key])  # nothing else depends on it
+
+
+def test_the_pass_sees_full_batches_of_the_training_size_once(make_net, make_task):
+    net = make_net("xconv", statistics="pass")
+    seen = []
+    net.backbone.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    fit(net, make_task("dark", (11, 9)), METHODS["confit"], TrainSettings(epochs=5, batch_size=8, device="cpu"))
+    assert [len(x) for x in seen] == [8] * (2 * 5 + 2)
+    assert net.tasks["dark"].batches == (2, 2, 2)
+    passed = torch.cat(seen[-2:])
+    assert len({image.numpy().tobytes() for image in passed}) == 16
+    # The first convolution reads the images: window (1, 1) at stride 2 and padding 1 is every other pixel from 0 on.
+    means = net.task_state_dict("dark")["0.input_means"][:, 1, 1]
+    torch.testing.assert_close(means, passed[:, :, ::2, ::2].mean((0, 2, 3)))
+
+
+def test_statistics_that_wait_for_the_pass_are_silent_before_it(make_net, make_task):
+    class Look(Listener):
+        def step_done(self, step, steps):
+            tracking.append([statistics.tracking for statistics in net._memory.statistics.values()])
+
+    net, tracking = make_net("xconv", statistics="pass"), []
+    fit(net, make_task("dark"), METHODS["confit"], TrainSettings(epochs=5, batch_size=24, device="cpu"), Look())
+    assert tracking == [[False] * 3] * 10
+
+
+def test_bf16_trains_float32_weights(make_net, make_task):
+    net, events = make_net("xconv"), Events()
+    settings = TrainSettings(epochs=10, batch_size=8, lr=0.05, precision="bf16", device="cpu")
+    kinds = set()
+    net.backbone[0].register_forward_hook(lambda module, args, out: kinds.add(out.dtype))
+    task = make_task("dark")
+    fit(net, task, METHODS["confit"], settings, events)
+    assert kinds == {torch.bfloat16}
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    assert net.tasks["dark"].row.dtype == torch.float32
+    assert events.ends[-1].loss < events.ends[0].loss
+    assert evaluate(net, task, settings) == pytest.approx(evaluate(net, task), abs=10)
+
+
+def test_fit_defaults_to_confit(make_net, make_task):
+    nets = [make_net("xconv"), make_net("xconv")]
+    fit(nets[0], make_task("dark"), settings=TrainSettings(epochs=5, device="cpu"))
+    fit(nets[1], make_task("dark"), METHODS["confit"], TrainSettings(epochs=5, device="cpu"))
+    assert torch.equal(nets[0].tasks["dark"].row, nets[1].tasks["dark"].row)
+
+
+def test_an_interrupted_fit_leaves_nothing_frozen(make_net, make_task):
+    class Stop(Listener):
+        def epoch_ended(self, end):
+            raise KeyboardInterrupt
+
+    net = make_net("xconv")
+    with pytest.raises(KeyboardInterrupt):
+        fit(net, make_task("dark"), settings=TrainSettings(epochs=5, device="cpu"), listener=Stop())
+    assert all(p.requires_grad for p in net.parameters())
+    assert not net.tasks["dark"].finished

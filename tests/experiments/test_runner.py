@@ -1,0 +1,289 @@
+"""From a recipe to results in folders: what is run, what is left alone, what is refused."""
+
+import io
+import json
+import platform
+
+import pytest
+import timm
+import torch
+from rich.console import Console
+
+from confitune import metrics
+from confitune.engine import Checkpoint, RunResult, SequenceRun
+from confitune.errors import ConfituneError
+from confitune.experiments import make_recipe, run_folder, run_recipe
+from confitune.nn import create_backbone, state_sha256
+
+
+def contents(folder):
+    """Bytes and time of every file below a folder."""
+    return {
+        path.relative_to(folder): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """(method, seed) of every run that is started."""
+    runs = []
+    run = SequenceRun.run
+
+    def spy(self):
+        runs.append((self.method.name, self.settings.seed))
+        return run(self)
+
+    monkeypatch.setattr(SequenceRun, "run", spy)
+    return runs
+
+
+def test_each_run_has_a_folder_of_its_own(finished):
+    found = {str(path.parent.relative_to(finished)) for path in finished.rglob("result.json")}
+    assert found == {f"digits/{method}/seed-{seed}" for method in ("finetune", "confit") for seed in (0, 1)}
+    names = {path.name for path in (finished / "digits/confit/seed-0").iterdir()}
+    assert names == {"result.json", "checkpoint.pt", "epochs.csv", "accuracy.csv", "tensorboard"}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "folder"),
+    [
+        ("digits", "digits"),
+        ("folder:/data/my images", "folder-data-my-images"),
+        ("folder:../x/[y]/", "folder-..-x-y"),
+        ("folder:~/a+b_c.d", "folder-a+b_c.d"),
+    ],
+)
+def test_a_datasets_path_becomes_one_plain_name(tmp_path, dataset, folder):
+    assert run_folder(tmp_path, dataset, "l2+confit", 7) == tmp_path / folder / "l2+confit" / "seed-7"
+
+
+def test_a_result_holds_everything_it_takes_to_repeat_it(finished, values, weights):
+    recipe = make_recipe({**values, "seeds": 2})
+    backbone = create_backbone("test_byobnet", str(weights))
+    for method in ("finetune", "confit"):
+        for seed in (0, 1):
+            raw = json.loads((finished / f"digits/{method}/seed-{seed}/result.json").read_text())
+            assert raw.keys() == RunResult.model_fields.keys()
+            result = RunResult.model_validate(raw)
+            assert (result.dataset, result.method, result.seed) == ("digits", method, seed)
+            assert result.config == recipe.identity(method, seed, state_sha256(backbone.module))
+            assert result.config["means"] == ("window" if method == "confit" else None)
+            assert result.weights_sha256 == state_sha256(backbone.module)
+            assert result.weights == "start.pth"
+            assert result.versions["timm"] == timm.__version__
+            assert result.versions["python"] == platform.python_version()
+            assert result.seconds > 0
+            assert result.images_per_second > 0
+            assert result.device.startswith("cpu (")
+            assert result.command
+            matrix = result.matrix
+            assert matrix.shape == (2, 2)
+            assert (result.acc, result.fgt) == (metrics.average_accuracy(matrix), metrics.average_forgetting(matrix))
+            assert (result.learning_acc, result.bwt) == (
+                metrics.learning_accuracy(matrix),
+                metrics.backward_transfer(matrix),
+            )
+            assert [task["name"] for task in result.tasks] == ["task1", "task2"]
+
+
+def test_the_same_recipe_gives_the_same_result_and_other_seeds_others(finished, values, tmp_path):
+    again = run_recipe(make_recipe({**values, "methods": ["confit"]}), tmp_path / "again")[0]
+    first, other = (RunResult.load(finished / f"digits/confit/seed-{seed}/result.json") for seed in (0, 1))
+    assert again.final_sha256 == first.final_sha256
+    assert again.accuracy_matrix == first.accuracy_matrix
+    assert other.final_sha256 != first.final_sha256
+    assert other.weights_sha256 == first.weights_sha256
+
+
+@pytest.mark.parametrize("left", ["result.json", "checkpoint.pt"])
+def test_what_is_there_is_refused_and_untouched(finished, values, started, left):
+    folder = finished / "digits/confit/seed-0"
+    for path in finished.rglob("*"):
+        if path.name in ("result.json", "checkpoint.pt") and path != folder / left:
+            path.unlink()
+    before = contents(finished)
+    with pytest.raises(ConfituneError) as caught:
+        run_recipe(make_recipe(values), finished)
+    what = "a finished run" if left == "result.json" else "a broken-off run"
+    assert str(caught.value).startswith(f"{folder} holds {what}: add --resume")
+    assert contents(finished) == before
+    assert started == []
+
+
+def test_resume_on_an_empty_folder_just_starts(values, tmp_path, started):
+    out = tmp_path / "not" / "there"
+    (result,) = run_recipe(make_recipe({**values, "methods": ["linear-probe"], "tasks": 1}), out, resume=True)
+    assert started == [("linear-probe", 0)]
+    assert RunResult.load(out / "digits/linear-probe/seed-0/result.json") == result
+
+
+def test_resume_on_a_finished_folder_runs_nothing(finished, values, started, monkeypatch):
+    monkeypatch.setattr("confitune.experiments.runner.load_sequence", lambda *_: pytest.fail("no images are needed"))
+    before = {path: content for path, content in contents(finished).items() if path.stem != "summary"}
+    results = run_recipe(make_recipe({**values, "seeds": 2}), finished, resume=True)
+    assert started == []
+    assert [(r.method, r.seed) for r in results] == [("finetune", 0), ("finetune", 1), ("confit", 0), ("confit", 1)]
+    assert results[2] == RunResult.load(finished / "digits/confit/seed-0/result.json")
+    after = {path: content for path, content in contents(finished).items() if path.stem != "summary"}
+    assert after == before
+
+
+def test_one_more_method_runs_alone(finished, values, started):
+    before = contents(finished / "digits")
+    more = make_recipe({**values, "methods": ["finetune", "linear-probe", "confit"]})
+    results = run_recipe(more, finished, resume=True)
+    assert started == [("linear-probe", 0)]
+    assert [result.method for result in results] == ["finetune", "linear-probe", "confit"]
+    after = contents(finished / "digits")
+    assert {path: after[path] for path in before} == before
+    summary = json.loads((finished / "summary.json").read_text())
+    assert set(summary["digits"]) == {"finetune", "linear-probe", "confit"}
+    assert summary["digits"]["linear-probe"]["seeds"] == [0]
+    assert summary["digits"]["confit"]["seeds"] == [0, 1]
+
+
+def test_one_more_seed_runs_alone(finished, values, started):
+    recipe = make_recipe({**values, "methods": ["finetune"], "seeds": 3})
+    results = run_recipe(recipe, finished, resume=True)
+    assert started == [("finetune", 2)]
+    assert [result.seed for result in results] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("left", ["result.json", "checkpoint.pt"])
+def test_resume_with_another_configuration_is_refused_and_names_what_differs(finished, values, started, left):
+    for path in finished.rglob("result.json"):
+        if left == "checkpoint.pt":
+            path.unlink()
+    before = contents(finished)
+    with pytest.raises(ConfituneError) as caught:
+        run_recipe(make_recipe({**values, "lr": 0.5, "epochs": 2}), finished, resume=True)
+    message = str(caught.value)
+    assert str(finished / "digits/finetune/seed-0" / left) in message
+    assert "epochs was 1, now 2" in message
+    assert "lr was 0.01, now 0.5" in message
+    assert "batch_size" not in message
+    assert started == []
+    assert contents(finished) == before
+
+
+def test_every_run_is_checked_before_any_is_started(finished, values, started):
+    """finetune agrees and would have to be run again; confit, its neighbour, was made with other means."""
+    (finished / "digits/finetune/seed-0/result.json").unlink()
+    (finished / "digits/finetune/seed-0/checkpoint.pt").unlink()
+    with pytest.raises(ConfituneError, match="means was 'window', now 'phase'"):
+        run_recipe(make_recipe({**values, "means": "phase"}), finished, resume=True)
+    assert started == []
+
+
+def test_other_weights_are_another_configuration(finished, values, started, tmp_path):
+    state = torch.load(values["weights"], weights_only=True)
+    next(iter(state.values()))[0] += 0.01
+    torch.save(state, tmp_path / "other.pth")
+    with pytest.raises(ConfituneError, match="weights_sha256 was"):
+        run_recipe(make_recipe({**values, "weights": str(tmp_path / "other.pth")}), finished, resume=True)
+    assert started == []
+
+
+def test_the_device_may_change(finished, values, started):
+    run_recipe(make_recipe({**values, "device": "auto"}), finished, resume=True)
+    assert started == []
+
+
+@pytest.mark.parametrize("name", ["checkpoint.pt", "result.json"])
+def test_a_damaged_file_is_named(finished, values, started, name):
+    folder = finished / "digits/finetune/seed-0"
+    (folder / "result.json").unlink()
+    (folder / name).write_bytes(b"damaged")
+    with pytest.raises(ConfituneError) as caught:
+        run_recipe(make_recipe(values), finished, resume=True)
+    assert str(folder / name) in str(caught.value)
+    assert started == []
+
+
+class Killed(Exception):
+    pass
+
+
+def kill_after_first_task(monkeypatch):
+    save = Checkpoint.save
+
+    def save_and_die(self, folder):
+        save(self, folder)
+        if self.task == 1:
+            raise Killed
+
+    monkeypatch.setattr(Checkpoint, "save", save_and_die)
+
+
+def test_a_broken_off_run_goes_on(finished, values, tmp_path, monkeypatch):
+    out = tmp_path / "killed"
+    recipe = make_recipe(values)
+    with monkeypatch.context() as patch:
+        kill_after_first_task(patch)
+        with pytest.raises(Killed):
+            run_recipe(recipe, out)
+    assert not (out / "digits/finetune/seed-0/result.json").exists()
+    begun, run = [], SequenceRun.run
+    monkeypatch.setattr(SequenceRun, "run", lambda self: (begun.append((self.method.name, self.task)), run(self))[1])
+    results = run_recipe(recipe, out, resume=True)
+    assert begun == [("finetune", 1), ("confit", 0)]  # the first task of finetune is not done again
+    for result in results:
+        undisturbed = RunResult.load(finished / f"digits/{result.method}/seed-0/result.json")
+        assert result.final_sha256 == undisturbed.final_sha256
+        assert result.accuracy_matrix == undisturbed.accuracy_matrix
+        assert result.config == undisturbed.config
+
+
+def test_a_random_start_is_the_same_one_when_resumed(values, tmp_path, monkeypatch):
+    recipe = make_recipe({**values, "weights": "none", "methods": ["finetune"]})
+    torch.manual_seed(1)
+    (whole,) = run_recipe(recipe, tmp_path / "whole")
+    torch.manual_seed(2)
+    with monkeypatch.context() as patch:
+        kill_after_first_task(patch)
+        with pytest.raises(Killed):
+            run_recipe(recipe, tmp_path / "killed")
+    torch.manual_seed(3)
+    (resumed,) = run_recipe(recipe, tmp_path / "killed", resume=True)
+    assert resumed.weights == "none (random start)"
+    assert resumed.weights_sha256 == whole.weights_sha256
+    assert resumed.final_sha256 == whole.final_sha256
+
+
+def test_what_is_finished_is_summarised_even_if_the_next_run_fails(values, tmp_path, monkeypatch):
+    run = SequenceRun.run
+
+    def second_fails(self):
+        if self.method.name == "confit":
+            raise Killed
+        return run(self)
+
+    monkeypatch.setattr(SequenceRun, "run", second_fails)
+    with pytest.raises(Killed):
+        run_recipe(make_recipe({**values, "tasks": 1}), tmp_path)
+    assert set(json.loads((tmp_path / "summary.json").read_text())["digits"]) == {"finetune"}
+
+
+def test_a_network_without_batch_norm_is_refused_before_anything_is_trained(values, tmp_path, started):
+    recipe = make_recipe({**values, "model": "vit_tiny_patch16_224", "weights": "none"})
+    with pytest.raises(ConfituneError, match="VisionTransformer has no batch norm"):
+        run_recipe(recipe, tmp_path)
+    assert started == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_is_told_to_the_console(values, tmp_path):
+    console = Console(file=io.StringIO(), force_terminal=False, width=150)
+    (result,) = run_recipe(make_recipe({**values, "methods": ["linear-probe"]}), tmp_path, console=console)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split(", loss")[0] for line in lines] == [f"digits linear-probe: task {task} of 2" for task in (1, 2)]
+    assert lines[-1].endswith(f"average accuracy so far {result.acc:.1f}%")
+
+
+def test_tasks_and_classes_can_be_chosen(values, tmp_path):
+    options = {"methods": ["linear-probe"], "tasks": 2, "classes_per_task": 3, "order_seed": 1}
+    (result,) = run_recipe(make_recipe({**values, **options}), tmp_path)
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(1)).tolist()
+    assert [task["classes"] for task in result.tasks] == [[str(c) for c in order[:3]], [str(c) for c in order[3:6]]]

@@ -1,0 +1,185 @@
+"""Means and intervals against numpy and scipy; pictures that are there."""
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+from scipy import stats
+
+from confitune.engine import RunResult
+from confitune.engine.result import summary_of
+from confitune.experiments import collect_results, draw_pictures, summary_table, write_summary
+
+NAN = math.nan
+
+
+def result(method="confit", seed=0, matrix=((90.0, 80.0), (NAN, 95.0)), dataset="digits"):
+    matrix = np.array(matrix)
+    tasks = [{"name": f"t{i}", "norm_numbers": 1000 + i, "head_numbers": 34} for i in range(len(matrix))]
+    return RunResult(
+        dataset=dataset,
+        method=method,
+        seed=seed,
+        **summary_of(matrix),
+        tasks=tasks,
+        config={"model": "test_byobnet", "seed": seed, "lr": 0.01},
+        versions={"torch": "2"},
+        device="cpu",
+        weights="start.pth",
+        weights_sha256="abc",
+        final_sha256="def",
+        seconds=10.0 + seed,
+        images_per_second=100.0,
+        command="confitune run",
+    )
+
+
+def saved(out, *results):
+    for r in results:
+        folder = out / r.dataset / r.method / f"seed-{r.seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        r.save(folder / "result.json")
+
+
+SEEDS = [result(seed=seed, matrix=((90.0 + seed, 80.0 - 2 * seed), (NAN, 95.0 - seed**2))) for seed in range(4)]
+
+
+def test_mean_and_interval_are_students(tmp_path):
+    saved(tmp_path, *SEEDS)
+    summary = write_summary(tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    entry = summary["digits"]["confit"]
+    assert entry["seeds"] == [0, 1, 2, 3]
+    for metric in ("acc", "fgt", "learning_acc", "bwt"):
+        values = [getattr(r, metric) for r in SEEDS]
+        assert entry[metric]["values"] == values
+        assert entry[metric]["mean"] == pytest.approx(np.mean(values))
+        low, high = stats.t.interval(0.95, df=3, loc=np.mean(values), scale=stats.sem(values))
+        assert entry[metric]["mean"] - entry[metric]["ci95"] == pytest.approx(low)
+        assert entry[metric]["mean"] + entry[metric]["ci95"] == pytest.approx(high)
+    assert entry["acc"]["values"][1] == (78 + 94) / 2
+    assert entry["seconds"] == [10.0, 11.0, 12.0, 13.0]
+    assert entry["numbers_per_task"] == [1034, 1035]
+    assert entry["config"] == {"model": "test_byobnet", "lr": 0.01}  # the seed is not one of all of them
+    assert (entry["weights"], entry["weights_sha256"], entry["command"]) == ("start.pth", "abc", "confitune run")
+
+
+def test_the_markdown_table_says_what_the_json_does_best_first(tmp_path):
+    better = result("task-bn", matrix=((90.0, 90.0), (NAN, 99.0)))
+    saved(tmp_path, *SEEDS, better, result("joint", 0, ((NAN, 100.0), (NAN, 100.0))))
+    confit = write_summary(tmp_path)["digits"]["confit"]
+    rows = [line for line in (tmp_path / "summary.md").read_text().splitlines() if line.startswith("| ")][1:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[0] for row in cells] == ["joint", "task-bn", "confit"]
+    assert cells[0] == ["joint", "100.0", "-", "-", "1,034"]
+    assert cells[1] == ["task-bn", "94.5", "0.0", "94.5", "1,034"]
+    shown = [
+        f"{confit[metric]['mean']:.1f} ± {confit[metric]['ci95']:.1f}" for metric in ("acc", "fgt", "learning_acc")
+    ]
+    assert cells[2] == ["confit", *shown, "1,034"]
+
+
+def test_one_seed_has_no_interval(tmp_path):
+    saved(tmp_path, result())
+    entry = write_summary(tmp_path)["digits"]["confit"]
+    assert entry["acc"] == {"mean": 87.5, "ci95": None, "values": [87.5]}
+    assert "NaN" not in (tmp_path / "summary.json").read_text()
+
+
+def test_joint_has_an_accuracy_and_no_forgetting(tmp_path):
+    saved(tmp_path, *(result("joint", seed, ((NAN, 80.0 + seed), (NAN, 90.0))) for seed in range(2)))
+    entry = write_summary(tmp_path)["digits"]["joint"]
+    assert entry["acc"]["values"] == [85.0, 85.5]
+    assert (entry["fgt"], entry["learning_acc"], entry["bwt"]) == (None, None, None)
+
+
+def test_results_are_collected_by_dataset_method_and_seed(tmp_path):
+    saved(tmp_path, *(result("confit", seed) for seed in (10, 2, 0)), result("finetune"), result(dataset="photos"))
+    found = collect_results(tmp_path)
+    assert {dataset: {m: [r.seed for r in rs] for m, rs in methods.items()} for dataset, methods in found.items()} == {
+        "digits": {"confit": [0, 2, 10], "finetune": [0]},
+        "photos": {"confit": [0]},
+    }
+
+
+def test_nothing_there_is_an_empty_summary(tmp_path):
+    assert write_summary(tmp_path) == {}
+
+
+def printed(table):
+    console = Console(file=io.StringIO(), width=150, force_terminal=False)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def row_of(text, method):
+    (line,) = (line for line in text.splitlines() if f"│ {method} " in line)
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_the_table_shows_mean_and_interval():
+    text = printed(summary_table([*SEEDS, result("joint", 0, ((NAN, 80.0), (NAN, 90.0)))]))
+    acc = [r.acc for r in SEEDS]
+    half = stats.t.ppf(0.975, 3) * stats.sem(acc)
+    row = row_of(text, "confit")
+    assert row[1] == f"{np.mean(acc):.1f} ± {half:.1f}"
+    assert row[4:] == ["1,034", "12"]  # numbers a task; mean of 10 to 13 seconds, 11.5
+    assert row_of(text, "joint") == ["joint", "85.0", "-", "-", "1,034", "10"]
+    assert "digits: 2 tasks, test_byobnet, 4 seed(s)" in text
+
+
+def test_one_seed_is_shown_without_an_interval():
+    row = row_of(printed(summary_table([result()])), "confit")
+    assert row == ["confit", "87.5", "10.0", "92.5", "1,034", "10"]
+
+
+def test_the_best_method_stands_out():
+    better = result("finetune", matrix=((90.0, 90.0), (NAN, 95.0)))
+    table = summary_table([result("confit"), better])
+    assert [row.style for row in table.rows] == ["", "bold"]
+
+
+def test_a_path_with_brackets_is_shown_as_it_is():
+    assert "folder:/data/[cats]/x: 2 tasks" in printed(summary_table([result(dataset="folder:/data/[cats]/x")]))
+
+
+def test_pictures_are_drawn_of_every_dataset(tmp_path):
+    joint = result("joint", 0, ((NAN, 80.0), (NAN, 90.0)))
+    saved(tmp_path, *SEEDS, result("finetune"), joint, result(dataset="photos"))
+    drawn = draw_pictures(tmp_path)
+    names = ["accuracy_matrix.png", "curves.png", "overview.png"]
+    assert drawn == [tmp_path / dataset / name for dataset in ("digits", "photos") for name in names]
+    for path in drawn:
+        with Image.open(path) as picture:
+            assert picture.format == "PNG"
+            assert min(picture.size) > 300
+            assert len(picture.convert("RGB").getcolors(10**6)) > 20
+
+
+def test_pictures_of_chosen_methods_in_their_order(tmp_path, monkeypatch):
+    saved(tmp_path, *SEEDS, result("finetune"), result("task-bn"))
+    shown = {}
+    for name in ("draw_accuracy_matrix", "draw_curves", "draw_overview"):
+        monkeypatch.setattr(
+            f"confitune.experiments.summary.{name}",
+            lambda data, path, title, name=name: shown.update({name: (list(data), title, next(iter(data.values())))}),
+        )
+    draw_pictures(tmp_path, ("task-bn", "confit", "not run"))
+    for methods, title, _ in shown.values():
+        assert methods == ["task-bn", "confit"]
+        assert title == "digits, test_byobnet"
+    draw_pictures(tmp_path, ("confit",))
+    matrices = np.stack([r.matrix for r in SEEDS])
+    np.testing.assert_allclose(shown["draw_accuracy_matrix"][2], matrices.mean(0))
+    np.testing.assert_array_equal(shown["draw_overview"][2], matrices)
+    curves = [[r.matrix[0, 0], r.matrix[:, 1].mean()] for r in SEEDS]
+    np.testing.assert_allclose(shown["draw_curves"][2], curves)
+
+
+def test_joint_alone_gives_no_picture(tmp_path):
+    saved(tmp_path, result("joint", 0, ((NAN, 80.0), (NAN, 90.0))))
+    assert draw_pictures(tmp_path) == []

@@ -1,0 +1,476 @@
+"""The command line, from arguments to exit code, output and files."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from confitune import cli, metrics
+from confitune.engine import RunResult, SequenceRun
+from confitune.nn import create_backbone, state_sha256
+
+SOURCE = Path(cli.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """As the subprocess below, and because waiting threads cost more than these small tensors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A weights file for timm's test_byobnet."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        state = timm.create_model("test_byobnet").state_dict()
+    path = tmp_path_factory.mktemp("weights") / "start.pth"
+    torch.save(state, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(weights):
+    """Arguments of the smallest experiment: two tasks of two digits, one epoch."""
+    options = f"--dataset digits --tasks 2 --epochs 1 --batch-size 32 --model test_byobnet --weights {weights}"
+    return [*options.split(), "--device", "cpu"]
+
+
+def plain(text):
+    """Without colours, which some CI machines force."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+class Said:
+    def __init__(self, code, out, err):
+        self.code, self.out, self.err = code, plain(out), plain(err)
+
+
+def called(patch, capture, *arguments):
+    patch.setenv("COLUMNS", "200")
+    for forced in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        patch.delenv(forced, raising=False)
+    patch.setattr(sys, "argv", ["/usr/bin/confitune", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    return Said(exit_.value.code or 0, *capture.readouterr())
+
+
+@pytest.fixture
+def confitune(monkeypatch, capsys, tmp_path):
+    """Calls the program in this process, with its home in tmp_path."""
+    monkeypatch.setenv("CONFITUNE_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("CONFITUNE_CACHE", str(tmp_path / "cache"))
+    return lambda *arguments: called(monkeypatch, capsys, *arguments)
+
+
+@pytest.fixture(scope="module")
+def ran_once(tiny, tmp_path_factory):
+    """A folder with finetune and confit finished, and the arguments that made it."""
+    out = tmp_path_factory.mktemp("ran") / "out"
+    arguments = ["run", *tiny, "--method", "finetune", "--method", "confit", "--out", str(out)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["/usr/bin/confitune", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+    assert not exit_.value.code
+    return out, arguments
+
+
+@pytest.fixture
+def ran(ran_once, tmp_path):
+    """A copy of it, and the arguments for the copy."""
+    out, arguments = ran_once
+    copied = shutil.copytree(out, tmp_path / "out")
+    return copied, [*arguments[:-1], str(copied)]
+
+
+@pytest.fixture
+def no_runs(monkeypatch):
+    """Fails the test if a run is started."""
+    monkeypatch.setattr(SequenceRun, "run", lambda self: pytest.fail(f"{self.method.name} was started"))
+
+
+def contents(folder):
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(said):
+    """The message of an error that a user can act on."""
+    assert said.code == 2
+    assert "Traceback" not in said.err + said.out
+    assert said.err.startswith("error: ")
+    return said.err.removeprefix("error: ").strip()
+
+
+# ---- a whole run -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_results_summary_logs_and_pictures(ran):
+    out, _ = ran
+    assert {path.name for path in out.iterdir()} == {"digits", "summary.json", "summary.md"}
+    for method in ("finetune", "confit"):
+        folder = out / "digits" / method / "seed-0"
+        result = RunResult.load(folder / "result.json")
+        assert (result.method, result.seed, result.dataset) == (method, 0, "digits")
+        assert result.acc == metrics.average_accuracy(result.matrix)
+        assert result.fgt == metrics.average_forgetting(result.matrix)
+        assert len((folder / "epochs.csv").read_text().splitlines()) == 1 + 2
+        assert len((folder / "accuracy.csv").read_text().splitlines()) == 1 + 3
+    for name in ("accuracy_matrix.png", "curves.png", "overview.png"):
+        with Image.open(out / "digits" / name) as picture:
+            assert picture.format == "PNG"
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["digits"]["confit"]["acc"]["mean"] == result.acc
+
+
+def test_the_result_holds_the_command(ran_once):
+    out, arguments = ran_once
+    result = RunResult.load(out / "digits/confit/seed-0/result.json")
+    assert result.command == " ".join(["confitune", *arguments])
+
+
+def test_a_run_prints_its_tasks_and_the_table(confitune, tiny, tmp_path):
+    out = tmp_path / "out"
+    said = confitune("run", *tiny, "--method", "linear-probe", "--method", "joint", "--seeds", 2, "--out", out)
+    assert said.code == 0
+    results = [RunResult.load(out / f"digits/linear-probe/seed-{seed}/result.json") for seed in (0, 1)]
+    for seed, result in enumerate(results):
+        assert f"digits linear-probe seed {seed}: task 2 of 2, loss" in said.out
+        assert f"average accuracy so far {result.acc:.1f}%" in said.out
+    mean, half, _ = metrics.mean_and_interval([result.acc for result in results])
+    (row,) = (line for line in said.out.splitlines() if "│ linear-probe " in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells[1:3] == [f"{mean:.1f} ± {half:.1f}", "0.0 ± 0.0"]
+    assert f"Everything is in {out}; the picture to look at first: {out / 'digits' / 'overview.png'}" in said.out
+
+
+def test_the_default_network_with_the_weights_that_are_installed(confitune, tmp_path):
+    out = tmp_path / "out"
+    options = ["--dataset", "digits", "--tasks", 2, "--epochs", 1, "--batch-size", 32, "--method", "confit"]
+    said = confitune("run", *options, "--device", "cpu", "--out", out)
+    assert said.code == 0
+    result = RunResult.load(out / "digits/confit/seed-0/result.json")
+    backbone = create_backbone("tf_efficientnet_lite0")
+    assert result.weights_sha256 == state_sha256(backbone.module)
+    assert result.weights == "efficientnet-lite0-57934424.pth"
+    assert result.tasks[0]["norm_numbers"] == 255_835
+    assert "with 1 epochs no stage is left for the head alone" in said.out
+    assert result.learning_acc > 60  # two classes, from ImageNet
+
+
+def folder_of_images(root):
+    """Four classes of plain colours, 5 or 6 images each."""
+    draw = np.random.default_rng(0)
+    for k, colour in enumerate([(220, 30, 30), (30, 220, 30), (30, 30, 220), (220, 220, 30)]):
+        (root / f"class {k}").mkdir(parents=True)
+        for i in range(5 + k % 2):
+            noisy = np.clip(np.array(colour) + draw.normal(0, 20, (40, 50, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(noisy).save(root / f"class {k}" / f"{i}.png")
+
+
+def test_a_folder_of_own_images(confitune, weights, tmp_path):
+    images = tmp_path / "my [red] images"
+    folder_of_images(images)
+    said = confitune(
+        *["run", "--dataset", f"folder:{images}", "--model", "test_byobnet", "--weights", weights, "--device", "cpu"],
+        *["--method", "finetune", "--epochs", 1, "--batch-size", 4, "--out", tmp_path / "out"],
+    )
+    assert said.code == 0
+    (path,) = (tmp_path / "out").rglob("result.json")
+    name = re.sub(r"[^A-Za-z0-9._+-]+", "-", f"folder:{images}")
+    assert path == tmp_path / "out" / name / "finetune" / "seed-0" / "result.json"
+    result = RunResult.load(path)
+    assert len(result.tasks) == 2
+    assert sorted(c for task in result.tasks for c in task["classes"]) == [f"class {k}" for k in range(4)]
+    assert sum(task["train_images"] + task["test_images"] for task in result.tasks) == 22
+    assert "my [red] images" in said.out  # not taken for a colour
+
+
+# ---- going on --------------------------------------------------------------------------------------------------------
+
+
+def test_an_existing_result_is_refused_and_untouched(confitune, ran, no_runs):
+    out, arguments = ran
+    before = contents(out)
+    message = refused(confitune(*arguments))
+    assert message.startswith(f"{out / 'digits/finetune/seed-0'} holds a finished run: add --resume")
+    assert contents(out) == before
+
+
+def test_resume_of_a_finished_folder_prints_the_table_and_runs_nothing(confitune, ran, no_runs):
+    out, arguments = ran
+    before = {path: path.read_bytes() for path in out.rglob("result.json")}
+    said = confitune(*arguments, "--resume")
+    assert said.code == 0
+    for method in ("finetune", "confit"):
+        acc = RunResult.load(out / f"digits/{method}/seed-0/result.json").acc
+        assert re.search(rf"│ {method} +│ +{acc:.1f} ", said.out)
+    assert "overview.png" in said.out
+    assert {path: path.read_bytes() for path in out.rglob("result.json")} == before
+
+
+def test_resume_with_one_more_method(confitune, ran, monkeypatch):
+    out, arguments = ran
+    before = {path: path.read_bytes() for path in out.rglob("result.json")}
+    started, run = [], SequenceRun.run
+    monkeypatch.setattr(SequenceRun, "run", lambda self: (started.append(self.method.name), run(self))[1])
+    said = confitune(*arguments, "--resume", "--method", "linear-probe")
+    assert said.code == 0
+    assert started == ["linear-probe"]
+    assert {path: path.read_bytes() for path in before} == before
+    assert "│ linear-probe" in said.out
+    assert set(json.loads((out / "summary.json").read_text())["digits"]) == {"finetune", "confit", "linear-probe"}
+
+
+def test_resume_with_another_configuration(confitune, ran, no_runs):
+    out, arguments = ran
+    before = contents(out)
+    message = refused(confitune(*arguments, "--resume", "--lr", "0.5"))
+    assert "lr was 0.01, now 0.5" in message
+    assert "choose another --out folder" in message
+    assert contents(out) == before
+
+
+def test_a_damaged_checkpoint_is_named(confitune, ran, no_runs):
+    out, arguments = ran
+    folder = out / "digits/finetune/seed-0"
+    (folder / "result.json").unlink()
+    path = folder / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    message = refused(confitune(*arguments, "--resume"))
+    assert message.startswith(f"{path} cannot be read")
+    assert "delete it to start this run anew" in message
+
+
+def test_ctrl_c_says_how_to_go_on(confitune, tiny, tmp_path, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SequenceRun, "run", interrupted)
+    said = confitune("run", *tiny, "--out", tmp_path / "out")
+    assert said.code == 130
+    assert "stopped; the same command with --resume goes on where it was" in said.err
+
+
+def in_a_process(*arguments):
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "confitune", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_killed_process_resumes_to_the_same_result(confitune, weights, tmp_path):
+    options = "--dataset digits --tasks 2 --epochs 6 --batch-size 32 --model test_byobnet --method confit --device cpu"
+    arguments = ["run", *options.split(), "--weights", str(weights), "--momentum", "0.9"]
+    process = in_a_process(*arguments, "--out", str(tmp_path / "killed"))
+    checkpoint = tmp_path / "killed/digits/confit/seed-0/checkpoint.pt"
+    until = time.monotonic() + 120
+    while not checkpoint.exists() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    output, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, output
+    saved = torch.load(checkpoint, weights_only=True)
+    assert (saved["task"], saved["fit"]["epoch"]) == (0, 5)  # the first is written after 5 epochs
+    assert not (checkpoint.parent / "result.json").exists()
+
+    before = (checkpoint.parent / "epochs.csv").read_text().splitlines()[: 1 + 5]
+
+    message = refused(confitune(*arguments, "--out", tmp_path / "killed"))
+    assert "holds a broken-off run: add --resume" in message
+    assert confitune(*arguments, "--out", tmp_path / "killed", "--resume").code == 0
+    assert confitune(*arguments, "--out", tmp_path / "whole").code == 0
+    resumed, whole = (
+        RunResult.load(tmp_path / name / "digits/confit/seed-0/result.json") for name in ("killed", "whole")
+    )
+    assert resumed.accuracy_matrix == whole.accuracy_matrix
+    assert resumed.final_sha256 == whole.final_sha256
+    assert resumed.config == whole.config
+    after = (checkpoint.parent / "epochs.csv").read_text().splitlines()
+    assert after[: 1 + 5] == before  # to the last digit of their seconds: they were not done again
+    logs = [
+        [line.split(",")[:7] for line in (tmp_path / name / "digits/confit/seed-0/epochs.csv").read_text().splitlines()]
+        for name in ("killed", "whole")
+    ]
+    assert logs[0] == logs[1]
+    assert len(logs[0]) == 1 + 2 * 6
+
+
+# ---- recipes and options ---------------------------------------------------------------------------------------------
+
+
+def test_options_win_over_the_recipe(confitune, weights, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        f"dataset: digits\ntasks: 1\nepochs: 7\nlr: 0.5\nmodel: test_byobnet\nweights: {weights}\n"
+        "methods: [finetune, confit]\nmeans: phase\nbatch_size: 16\ndevice: cpu\n"
+    )
+    said = confitune("run", recipe, "--epochs", 1, "--lr", 0.02, "--method", "confit", "--out", tmp_path / "out")
+    assert said.code == 0
+    (path,) = (tmp_path / "out").rglob("result.json")
+    config = RunResult.load(path).config
+    assert (config["epochs"], config["lr"], config["method"]) == (1, 0.02, "confit")  # given
+    assert (config["dataset"], config["means"], config["batch_size"], config["tasks"]) == ("digits", "phase", 16, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("epoch: 3", "mine.yaml: no option 'epoch'; did you mean 'epochs'?"),
+        ("means: windows", "mine.yaml: means='windows' is not known: did you mean 'window'?"),
+        ("dataset: digit", "there is no dataset 'digit'; did you mean 'digits'?"),
+        ("methods: [confi]", "no method 'confi': did you mean 'confit'?"),
+        ("[confit]", "mine.yaml must hold options by name"),
+        ("a: [b", "mine.yaml is not YAML"),
+        ("1: 2", "mine.yaml"),
+    ],
+)
+def test_a_wrong_recipe(confitune, tmp_path, text, expected):
+    (tmp_path / "mine.yaml").write_text(text)
+    assert expected in refused(confitune("run", tmp_path / "mine.yaml", "--out", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_recipe(confitune, tmp_path):
+    assert refused(confitune("run", tmp_path / "none.yaml")).endswith("none.yaml: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--means windows", "means='windows' is not known: did you mean 'window'?"),
+        ("--method finetun", "no method 'finetun': did you mean 'finetune'?"),
+        ("--method confit --method confit", "name a method twice"),
+        ("--method confit+finetune", "names 2 base methods"),
+        ("--epochs 0", "epochs=0"),
+        ("--tasks 9", "digits has 5 tasks of 2 classes, so tasks=9 is impossible"),
+        ("--device nonsense", "device 'nonsense' cannot be used"),
+        ("--device cuda:99", "device 'cuda:99' cannot be used"),
+        ("--pipeline published", "digits has no 'published' pipeline"),
+        ("--model resnet81", "no model 'resnet81' in timm or torchvision. Did you mean resnet18"),
+        ("--model vit_tiny_patch16_224 --weights none", "VisionTransformer has no batch norm"),
+        ("--weights none.pth", "no weights file none.pth"),
+        ("--model test_resnet", "start.pth does not fit"),
+        ("--dataset folder:nowhere", "the folder nowhere is not there"),
+        ("--dataset folder:", "a folder set needs its path"),
+    ],
+)
+def test_what_cannot_be_run_is_said_in_one_message(confitune, tiny, tmp_path, no_runs, options, expected):
+    assert expected in refused(confitune("run", *tiny, *options.split(), "--out", tmp_path / "out"))
+    assert not list((tmp_path / "out").rglob("result.json"))
+
+
+def test_weights_of_another_shape_say_which(confitune, tiny, weights, tmp_path, no_runs):
+    state = torch.load(weights, weights_only=True)
+    name = next(key for key, value in state.items() if value.dim() == 4)
+    state[name] = state[name][:, :1]
+    torch.save(state, tmp_path / "narrow.pth")
+    message = refused(confitune("run", *tiny, "--weights", tmp_path / "narrow.pth", "--out", tmp_path / "out"))
+    assert "narrow.pth does not fit" in message
+    assert f"{name} is {tuple(state[name].shape)}" in message
+
+
+def test_a_missing_data_folder(confitune, weights, tmp_path, no_runs):
+    options = [
+        "--dataset",
+        "cub200",
+        "--data-dir",
+        tmp_path / "nowhere",
+        "--model",
+        "test_byobnet",
+        "--weights",
+        weights,
+    ]
+    message = refused(confitune("run", *options, "--out", tmp_path / "out"))
+    assert str(tmp_path / "nowhere") in message
+
+
+def test_brackets_in_a_message_are_text(confitune, tiny, tmp_path, no_runs):
+    said = confitune("run", *tiny, "--dataset", f"folder:{tmp_path}/[red]/[/x]", "--out", tmp_path / "out")
+    assert f"the folder {tmp_path}/[red]/[/x] is not there" in refused(said)
+
+
+def test_wrong_usage(confitune):
+    said = confitune("run", "--lr", "fast")
+    assert said.code == 2
+    assert "--lr" in said.err
+    said = confitune("run", "--epoch", "3")
+    assert said.code == 2
+    assert "--epochs" in said.err
+
+
+# ---- models and help -------------------------------------------------------------------------------------------------
+
+
+def cells(out, model):
+    (row,) = (line for line in out.splitlines() if line.startswith(f"│ {model} "))
+    return [cell.strip() for cell in row.strip("│").split("│")]
+
+
+def test_models_shows_what_a_task_takes(confitune):
+    said = confitune("models", "resnet18")
+    assert said.code == 0
+    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "19,148", "45,075"]
+    assert cells(said.out, "torchvision:resnet18")[4:] == ["19,148", "45,075"]
+
+
+def test_models_fits_eighty_columns(confitune, monkeypatch):
+    monkeypatch.setattr("confitune.experiments.matching_models", lambda pattern: ["resnet18"])
+    monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((80, 24)))
+    said = confitune("models", "resnet18")
+    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "19,148", "45,075"]
+
+
+def test_models_says_which_has_no_batch_norm(confitune):
+    said = confitune("models", "vit_tiny_patch16_224")
+    assert said.code == 0
+    assert cells(said.out, "vit_tiny_patch16_224")[1] == "has no batch norm"
+
+
+def test_models_with_a_pattern_that_fits_none(confitune):
+    assert "no model matches 'xyzzy'" in refused(confitune("models", "xyzzy"))
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["models", "--help"]])
+def test_help_is_quick_because_it_imports_no_torch(arguments):
+    program = (
+        "import sys\n"
+        "from confitune.cli import main\n"
+        f"sys.argv = ['confitune', *{arguments}]\n"
+        "try:\n    main()\n"
+        "except SystemExit as stop:\n    code = stop.code\n"
+        "print('CODE', code or 0)\n"
+        "print('HEAVY', sorted({'torch', 'timm', 'torchvision', 'matplotlib', 'numpy'} & set(sys.modules)))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "120"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    said = plain(done.stdout)
+    assert "Usage" in said
+    assert "CODE 0" in said
+    assert "HEAVY []" in said
+    expected = {"--help": ["run", "models"], "run": ["--dataset", "--resume", "--method"], "models": ["pattern"]}
+    assert all(word in said for word in expected[arguments[0]])
+
+
+def test_without_arguments_help_is_shown(confitune):
+    assert "Usage" in (said := confitune()).out + said.err
+    assert "run" in said.out + said.err
