@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from confitune.engine.events import EpochEnd, Listener
 
@@ -46,23 +47,36 @@ class TensorBoardLog(Listener):
     """Loss, training accuracy and learning rate per epoch, and the accuracy of every task after each task."""
 
     def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and needed by training runs only
+        self._folder = folder / "tensorboard"
+        self._writer: Any = None
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+    def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
+        """How far there is to go."""
+        self._tasks, self._epochs = len(tasks), epochs
+
+    def task_started(self, task: int, name: str, first_epoch: int) -> None:
+        """A run that goes on hides what it will do again."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and needed by training runs only
+
+            done = task * self._epochs + first_epoch
+            self._writer = SummaryWriter(str(self._folder), purge_step=done + 1 if done else None)
 
     def epoch_ended(self, end: EpochEnd) -> None:
         """Scalars against all epochs so far."""
         step = end.task * end.epochs + end.epoch + 1
         for tag, value in (("loss", end.loss), ("accuracy", end.accuracy), ("lr", end.lr)):
-            self._writer.add_scalar(f"train/{tag}", value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(f"train/{tag}", value, step)
 
     def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
         """Scalars against tasks."""
         for earlier, accuracy in enumerate(accuracies):
-            self._writer.add_scalar(f"test/task {earlier + 1}", accuracy, task + 1)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(f"test/task {earlier + 1}", accuracy, task + 1)
         average = sum(accuracies) / len(accuracies)
-        self._writer.add_scalar("test/average", average, task + 1)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+        self._writer.add_scalar("test/average", average, task + 1)
+        self._writer.flush()
+        if task + 1 == self._tasks:
+            self._writer.close()
 
 
 def _append(path: Path, values: Sequence[object]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -94,7 +95,7 @@ def device_name(device: torch.device) -> str:
 def command_line() -> str:
     """How this process was started, without the path of the interpreter."""
     program = Path(sys.argv[0]).name
-    return " ".join(["confitune" if program == "__main__.py" else program, *sys.argv[1:]])
+    return shlex.join(["confitune" if program == "__main__.py" else program, *sys.argv[1:]])
 
 
 def _or_none(value: float) -> float | None:

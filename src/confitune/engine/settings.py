@@ -41,8 +41,8 @@ class TrainSettings(BaseModel):
         name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
         try:
             device = torch.device(name)
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
+            torch.empty(1, device=device).item()
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
             raise ConfituneError(f"device {self.device!r} cannot be used ({error}); try --device cpu") from error
         return device
 

@@ -55,11 +55,11 @@ class ModelReport:
 
 
 def matching_models(pattern: str | None) -> list[str]:
-    """Names that match a pattern such as '*resnet*'; without one, the well-known ones."""
+    """Names that match a pattern such as '*resnet*' (a pre-training tag is ignored); without one, the well-known."""
     if pattern is None:
         return list(WELL_KNOWN)
     wild = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
-    return fnmatch.filter(model_names(), wild)
+    return fnmatch.filter(model_names(), wild) or fnmatch.filter(model_names(), pattern.split(".")[0])
 
 
 def report_model(name: str) -> ModelReport:

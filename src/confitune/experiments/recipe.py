@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from confitune.engine import TrainSettings
 from confitune.errors import ConfituneError
@@ -47,6 +47,12 @@ class Recipe(BaseModel):
     augmentation: Literal["none", "flip", "flip-shift"] = TrainSettings().augmentation
     precision: Literal["fp32", "bf16"] = TrainSettings().precision
     device: str = "auto"
+
+    @field_validator("methods", mode="before")
+    @classmethod
+    def _one_method(cls, value: Any) -> Any:
+        """`methods: confit` means a list of one."""
+        return [value] if isinstance(value, str) else value
 
     def train_settings(self, seed: int) -> TrainSettings:
         """Settings of the run with this seed."""
