@@ -93,7 +93,8 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: str) -> 
     if not set(own) & set(state) and [tuple(t.shape) for t in own.values()] == [tuple(t.shape) for t in state.values()]:
         state = dict(zip(own, state.values(), strict=True))
     head = _classifier_prefix(model)
-    wanted = {key: value for key, value in own.items() if not (head and key.startswith(head))}
+    fits = {key for key, value in own.items() if key in state and state[key].shape == value.shape}
+    wanted = {key: value for key, value in own.items() if key in fits or not (head and key.startswith(head))}
     missing = [key for key in wanted if key not in state and not key.endswith("num_batches_tracked")]
     wrong = [
         f"{key} is {tuple(state[key].shape)}, the model has {tuple(value.shape)}"

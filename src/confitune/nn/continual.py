@@ -11,7 +11,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.errors import ConfituneError
 from confitune.nn.backbones import headless
-from confitune.nn.convert import ConversionReport, Statistics, apply_xconv, convert_task_bn, require_batch_norm
+from confitune.nn.convert import (
+    ConversionReport,
+    Statistics,
+    apply_xconv,
+    convert_task_bn,
+    require_batch_norm,
+    require_unconverted,
+)
 from confitune.nn.flow import trace_flow
 from confitune.nn.geometry import Means, Size
 from confitune.nn.memory import TaskEntry
@@ -64,6 +71,7 @@ class ContinualNet(TaskSlots):
             )
         if norm not in ("xconv", "task", "shared", "frozen"):
             raise ConfituneError(f"norm={norm!r} is not known; choose 'xconv', 'task', 'shared' or 'frozen'")
+        require_unconverted(backbone)
         if norm != "shared":
             require_batch_norm(backbone)
         for module in backbone.modules():
@@ -129,10 +137,13 @@ class ContinualNet(TaskSlots):
             raise ConfituneError(f"task {name!r} has seen no training batch: train it before finishing it")
         self._memory.store(entry, self.head, finished=True)
         entry.image_size = self._image_size
+        self._mixed.forget(name)  # a row from before may hold for these weights, but not for this state
         self._recovered_at = None
 
     def reopen(self, name: str) -> None:
         """Make a finished task trainable again, from its state under today's weights."""
+        if not self._memory.entry(name).finished:
+            raise ConfituneError(f"task {name!r} is not finished: set_task({name!r}) to train it on")
         self.prepare(name)
         self._reset_statistics()
         self._memory.store(self.tasks[name], self.head, finished=False)
@@ -146,6 +157,7 @@ class ContinualNet(TaskSlots):
         """
         was_training, norms = self.training, [m for m in self._memory.norms.values() if m.track_running_stats]
         momenta = [norm.momentum for norm in norms]
+        tracked = [statistics.tracking for statistics in self._memory.statistics.values()]
         self.track(True)
         self._reset_statistics()
         for statistics in self._memory.statistics.values():
@@ -161,9 +173,9 @@ class ContinualNet(TaskSlots):
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
-            for statistics in self._memory.statistics.values():
+            for statistics, tracking in zip(self._memory.statistics.values(), tracked, strict=True):
                 statistics.cumulative = statistics.momentum is None
-            self.track(False)
+                statistics.tracking = tracking
             self.train(was_training)
 
     def track(self, on: bool) -> None:
@@ -253,8 +265,9 @@ class ContinualNet(TaskSlots):
             )
 
     def _weights_key(self) -> int:
-        convs = (norm.conv for norm in self._memory.norms.values() if isinstance(norm, XconvNorm))
-        return self._moves + sum(parameter._version for conv in convs for parameter in conv.parameters())
+        convs = [norm.conv for norm in self._memory.norms.values() if isinstance(norm, XconvNorm)]
+        tensors = (tensor for conv in convs for tensor in (*conv.parameters(), *conv.buffers()))
+        return self._moves + sum(tensor._version for tensor in tensors)
 
     def train(self, mode: bool = True) -> ContinualNet:
         """As in torch; frozen batch norms stay in evaluation mode."""

@@ -12,7 +12,7 @@ from confitune.errors import ConfituneError
 from confitune.nn.flow import ConvCall, Flow, trace_flow
 from confitune.nn.geometry import Means
 from confitune.nn.input_means import InputMeans
-from confitune.nn.xconv import XconvNorm, converted_class
+from confitune.nn.xconv import TaskNorm, XconvNorm, converted_class
 
 Statistics = Literal["running", "pass"]
 
@@ -80,12 +80,19 @@ def convert_xconv_bn(
     1 of 1 batch norms recover their mean (window means)
       1  after 0
     """
-    if means not in ("window", "phase"):
-        raise ConfituneError(f"means={means!r} is not known; choose 'window' or 'phase'")
-    if statistics not in ("running", "pass"):
-        raise ConfituneError(f"statistics={statistics!r} is not known; choose 'running' or 'pass'")
+    require_unconverted(model)
     require_batch_norm(model)
     return apply_xconv(model, trace_flow(model, example_input), means, statistics)
+
+
+def require_unconverted(model: nn.Module) -> None:
+    """Refuse a network whose batch norms keep state per task already: it would be measured twice."""
+    converted = next((name for name, module in model.named_modules() if isinstance(module, TaskNorm)), None)
+    if converted is not None:
+        raise ConfituneError(
+            f"{type(model).__name__} is converted already ({converted} keeps its state per task): convert a network "
+            "once, or give ContinualNet one that is not converted"
+        )
 
 
 def require_batch_norm(model: nn.Module) -> None:
@@ -102,6 +109,10 @@ def require_batch_norm(model: nn.Module) -> None:
 
 def apply_xconv(model: nn.Module, flow: Flow, means: Means, statistics: Statistics) -> ConversionReport:
     """Convert with a flow that is already known."""
+    if means not in ("window", "phase"):
+        raise ConfituneError(f"means={means!r} is not known; choose 'window' or 'phase'")
+    if statistics not in ("running", "pass"):
+        raise ConfituneError(f"statistics={statistics!r} is not known; choose 'running' or 'pass'")
     norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     found = {name: _conv_for(module, *flow.conv_before(name)) for name, module in norms.items()}
     sharing = _attach_statistics(model, {n: c for n, (c, _) in found.items() if c}, means, statistics)

@@ -32,7 +32,7 @@ class ConvCall:
     reads: _Stamp
     makes: _Stamp
     geometry: ConvGeometry | None  # None: the module changes its input in a way we cannot follow
-    direct_weight: bool  # forward uses module.weight as it is
+    direct_weight: bool  # forward uses module.weight and module.bias as they are
 
 
 @dataclass
@@ -82,16 +82,17 @@ def trace_flow(model: nn.Module, example_input: Tensor | None = None) -> Flow:
 
 
 def guess_input(model: nn.Module) -> Tensor:
-    """Two blank images of the size a network was made for."""
+    """Two blank images of the size a network was made for, in the number format of its weights."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     cfg = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
     if isinstance(cfg, dict) and "input_size" in cfg:
-        return torch.zeros(2, *cfg["input_size"])
+        return torch.zeros(2, *cfg["input_size"], dtype=dtype)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            return torch.zeros(2, module.in_channels, 224, 224)
+            return torch.zeros(2, module.in_channels, 224, 224, dtype=dtype)
         if isinstance(module, nn.Linear):
-            return torch.zeros(2, module.in_features)
-    return torch.zeros(2, 3, 224, 224)
+            return torch.zeros(2, module.in_features, dtype=dtype)
+    return torch.zeros(2, 3, 224, 224, dtype=dtype)
 
 
 def _trace(model: nn.Module, example: Tensor) -> Flow:
@@ -156,6 +157,8 @@ class _Recorder(TorchFunctionMode):
         if not isinstance(module, (nn.Conv2d, nn.Linear)) or module_input is None:
             return
         weight = args[1] if len(args) > 1 else kwargs["weight"]
+        bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        own = module._parameters
         self.made_by_module[_stamp(output)] = module_name
         self._alive.append(module_input)
         self.flow.convs.append(
@@ -164,7 +167,7 @@ class _Recorder(TorchFunctionMode):
                 reads=_stamp(module_input),
                 makes=_stamp(output),
                 geometry=self._geometry(module, module_input, args[0]),
-                direct_weight=weight is module._parameters.get("weight"),
+                direct_weight=weight is own.get("weight") and bias is own.get("bias"),
             )
         )
 

@@ -83,14 +83,14 @@ class InputMeans(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             plane = x.mean(0, dtype=table.dtype)  # the one pass over the input; all else is 1/batch of its size
             if self.cumulative:
-                share = 1 / (self.batches + 1)
+                share = 1 / (self.batches + 1).to(table.dtype)
             else:
                 assert self.momentum is not None
-                share = torch.where(self.batches == 0, 1.0, self.momentum)
+                share = torch.where(self.batches == 0, table.new_ones(()), self.momentum)
             for table, (rows, columns) in zip(self.tables, self._averaging(size, plane), strict=True):
                 # Two plain matrix products; a batched one would be C tiny ones.
                 averaged = ((plane @ columns).transpose(1, 2) @ rows).transpose(1, 2)
-                table.lerp_(averaged, share.to(table.dtype))
+                table.lerp_(averaged, share)
         self.batches += 1
 
     def view(self, reader: int, tables: Sequence[Tensor] | None = None) -> Tensor:

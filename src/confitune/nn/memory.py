@@ -115,8 +115,8 @@ class TaskMemory:
         entry = self.entry(task)
         place = next(i for i, known in enumerate(self.statistics.values()) if known is statistics)
         name = list(self.statistics)[place]
-        if entry.sizes[place] is None:
-            raise ConfituneError(f"task {task!r} has no input statistics yet: train it first")
+        if not entry.finished:  # what is stored of it may be older than what is live
+            raise ConfituneError(f"task {task!r} is not finished, so its input statistics still move: finish it first")
         parts = self.named_parts(entry)
         return [parts[_table_key(name, table)] for table in range(len(statistics.tables))], entry.sizes[place]
 

@@ -111,8 +111,8 @@ class TaskSlots(nn.Module):
         count = state["head.weight"].shape[0]
         old = self.tasks.get(name)
         names = tuple(classes or (old.classes if old else map(str, range(count))))
-        if len(names) != count:
-            raise ConfituneError(f"task {name!r}: {len(names)} class names for a head of {count} classes")
+        if len(names) != count or len(set(names)) != count:
+            raise ConfituneError(f"task {name!r}: {len(set(names))} class names for a head of {count} classes")
         entry = task_from_state(self._memory, name, state, names, self.features, next(self.backbone.parameters()))
         if name == self._current:
             self._current = None  # what was live is replaced, not stored
@@ -131,6 +131,8 @@ class TaskSlots(nn.Module):
         memory_from_state(self._memory, state, next(self.backbone.parameters()))
         for entry in self.tasks.values():
             self._head(len(entry.classes))
+        for unused in set(self.heads) - {str(len(entry.classes)) for entry in self.tasks.values()}:
+            del self.heads[unused]  # the state is from before its task
         self._current, self._image_size = state["current"], state["image_size"]
         self._forget_recovered()
 

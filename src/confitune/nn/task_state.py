@@ -65,6 +65,9 @@ def memory_to_state(memory: TaskMemory, current: str | None, image_size: Size | 
 @torch.no_grad()
 def memory_from_state(memory: TaskMemory, state: Mapping[str, Any], like: Tensor) -> None:
     """Put back what `memory_to_state` took."""
+    shapes = [[table.shape for table in statistics.tables] for statistics in memory.statistics.values()]
+    if [[table.shape for table in live["tables"]] for live in state["live"]] != shapes:
+        raise ConfituneError("the state's input statistics belong to other layers: is it the state of another network?")
     memory.tasks.clear()
     for name, values in state["tasks"].items():
         memory.tasks[name] = TaskEntry(**{**values, "row": values["row"].to(like.device, copy=True)})

@@ -99,7 +99,7 @@ class XconvNorm(TaskNorm):
             means = self.input_statistics.window_means(self._reader)
         else:
             if self._memory is None:
-                raise ConfituneError("stored tasks live in a ContinualNet: wrap the network in one")
+                raise ConfituneError("stored tasks live in a ContinualNet: make one of the unconverted network")
             tables, size = self._memory[0].stored_tables(task, self.input_statistics)
             means = self.input_statistics.window_means(self._reader, tables, size)
         weight, bias = self._weight_in_use()
@@ -118,11 +118,15 @@ class XconvNorm(TaskNorm):
         probe = first.new_zeros(1, self.input_statistics.channels, *size)
         if isinstance(conv, nn.Linear):
             probe = probe.reshape(1, -1)
-        was_training = conv.training
+        was_training, tracking = conv.training, self.input_statistics.tracking
         conv.eval()  # spectral norm and the like move their buffers in training mode
-        with _WeightSpy() as spy:
-            conv(probe)
-        conv.train(was_training)
+        self.input_statistics.tracking = False  # the probe is no batch
+        try:
+            with _WeightSpy() as spy:
+                conv(probe)
+        finally:
+            conv.train(was_training)
+            self.input_statistics.tracking = tracking
         assert spy.seen is not None
         weight, bias = spy.seen
         return weight, bias

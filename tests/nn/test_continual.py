@@ -1,0 +1,413 @@
+"""The life of a task: added, trained, finished, evaluated under weights that moved on, reopened."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from confitune.errors import ConfituneError
+from confitune.nn import ContinualNet, XconvBatchNorm2d, convert_xconv_bn
+from confitune.nn.xconv import XconvNorm
+
+
+def xconv_layers(net: ContinualNet) -> dict[str, XconvNorm]:
+    return {name: module for name, module in net.backbone.named_modules() if isinstance(module, XconvNorm)}
+
+
+@pytest.fixture
+def net(backbone) -> ContinualNet:
+    torch.manual_seed(0)
+    return ContinualNet(backbone())
+
+
+def test_the_network_of_these_tests_is_paired_as_drawn(net):
+    assert net.conversion.pairs == {"stem_bn": "stem", "bn": "conv", "shortcut_bn": "shortcut"}
+    assert net.conversion.fallbacks == {"last_bn": "reads the output of add"}
+
+
+def test_an_old_task_is_normalised_by_what_its_data_would_measure_today():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    net = ContinualNet(nn.Sequential(*layers))
+    conv, norm = net.backbone[0], net.backbone[1]
+    net.add_task("old", 2)
+    x = torch.rand(6, 3, 8, 8)
+    net.train()(x)
+    net.finish_task()
+    net.add_task("new", 2)
+    with torch.no_grad():
+        conv.weight.normal_()
+        conv.bias.normal_()
+    stale = norm.running_mean.clone()
+    net.eval()(x, "old")
+    today = conv(x).mean((0, 2, 3))
+    torch.testing.assert_close(norm.running_mean, today)
+    assert (stale - today).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("means", ["window", "phase"])
+def test_recovered_mean_of_a_stored_task_is_what_prepare_puts_into_the_layer(backbone, learn, means):
+    torch.manual_seed(0)
+    net = ContinualNet(backbone(), means=means)
+    for seed, task in enumerate("abc"):
+        learn(net, task, 2 + seed, seed=seed, size=8 + seed)  # phase means count at the size they were measured at
+    for task in "abc":
+        # Asked while another task is live, then prepared.
+        recovered = {name: layer.recovered_mean(task) for name, layer in xconv_layers(net).items()}
+        net.prepare(task)
+        for name, layer in xconv_layers(net).items():
+            assert torch.equal(layer.running_mean, recovered[name]), (task, name)
+            assert torch.equal(layer.recovered_mean(), recovered[name]), (task, name)
+
+
+def test_recovered_mean_of_a_task_needs_a_finished_one(net, learn, backbone):
+    with pytest.raises(ConfituneError, match="no task 'x'; tasks: none yet"):
+        net.backbone.bn.recovered_mean("x")
+    # What is stored of a task in training is older than what is live: no answer rather than an old one.
+    learn(net, "a", 2, finish=False)
+    learn(net, "b", 2, finish=False)
+    for task in "ab":
+        with pytest.raises(ConfituneError, match=f"task '{task}' is not finished, so its input statistics still move"):
+            net.backbone.bn.recovered_mean(task)
+    net.finish_task()
+    assert torch.equal(net.backbone.bn.recovered_mean("b"), net.backbone.bn.recovered_mean())
+    alone = backbone()
+    convert_xconv_bn(alone)
+    with pytest.raises(ConfituneError, match="stored tasks live in a ContinualNet"):
+        alone.bn.recovered_mean("a")
+
+
+def test_an_unfinished_task_is_evaluated_with_the_ordinary_running_mean(net, learn, backbone):
+    stock = backbone().train()
+    stock.load_state_dict(net.backbone.state_dict())
+    net.add_task("a", 2)
+    x = torch.rand(4, 3, 8, 8)
+    with torch.no_grad():
+        net.train()(x)
+        stock(x)
+        assert torch.equal(net.eval()(x), net.head(stock.eval()(x)))
+        running = net.backbone.bn.running_mean.clone()
+        net.finish_task()
+        net(x)
+    # One step of momentum 0.1 lags; finishing recovers the whole mean.
+    assert not torch.allclose(net.backbone.bn.running_mean, running)
+    torch.testing.assert_close(net.backbone.bn.running_mean, running * 10)
+
+
+def test_a_new_task_starts_from_the_last_ones_state_with_empty_statistics(net, learn):
+    learn(net, "a", 2, seed=1)
+    net.prepare("a")
+    before = {key: value.clone() for key, value in net.backbone.state_dict().items()}
+    net.add_task("b", 3)
+    after = net.backbone.state_dict()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert all(int(layer.input_statistics.batches) == 0 for layer in xconv_layers(net).values())
+    assert net.current_task == net.last_task == "b"
+    assert net.head.weight.shape == (3, 8)
+    # Also where another task was in use in between.
+    learn(net, "b", 3, seed=2)
+    net.prepare("b")
+    before = {key: value.clone() for key, value in net.backbone.state_dict().items()}
+    net.eval()(torch.rand(2, 3, 8, 8), "a")
+    net.add_task("c", 3)
+    after = net.backbone.state_dict()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+def test_heads_are_drawn_from_the_given_generator_as_torch_does(net):
+    net.add_task("a", 4, torch.Generator().manual_seed(5))
+    first = net.head.weight.clone()
+    net.add_task("b", 4, torch.Generator().manual_seed(5))
+    assert torch.equal(net.head.weight, first)
+    generator = torch.Generator().manual_seed(5)
+    expected = torch.empty(4, 8).uniform_(-(8**-0.5), 8**-0.5, generator=generator)
+    assert torch.equal(first, expected)
+
+
+# ---- when recovery is done again -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recoveries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for every mean that is recovered."""
+    calls: list[str] = []
+    original = XconvNorm.recovered_mean
+
+    def spy(self: XconvNorm, task: str | None = None) -> Tensor:
+        calls.append(type(self).__name__)
+        return original(self, task)
+
+    monkeypatch.setattr(XconvNorm, "recovered_mean", spy)
+    return calls
+
+
+def test_means_are_recovered_once_for_given_weights(net, learn, recoveries):
+    learn(net, "a", 2)
+    net.eval()
+    x = torch.rand(2, 3, 8, 8)
+
+    def evaluate() -> int:
+        recoveries.clear()
+        net(x)
+        return len(recoveries)
+
+    assert evaluate() == 3
+    assert evaluate() == 0
+    net.prepare("a")
+    assert evaluate() == 0
+    with torch.no_grad():
+        net.backbone.conv.weight.mul_(1.01)
+    assert evaluate() == 3
+    assert evaluate() == 0
+    # Neither affine parameters nor the head enter a recovered mean.
+    with torch.no_grad():
+        net.backbone.bn.weight.mul_(1.01)
+        net.head.weight.mul_(1.01)
+    assert evaluate() == 0
+    # What a graph replay does: memory changes and no tensor version tells.
+    net.backbone.conv.weight.data.mul_(1.01)
+    assert evaluate() == 0
+    net.weights_moved()
+    assert evaluate() == 3
+    torch.testing.assert_close(net.backbone.bn.running_mean, net.backbone.bn.recovered_mean())
+    net.set_task("a")
+    assert evaluate() == 0
+    learn(net, "b", 2, finish=False)
+    assert len(recoveries) == 0  # an unfinished task has nothing to recover
+    net.eval()
+    assert evaluate() == 0
+    net.set_task("a")
+    assert evaluate() == 3
+    # There and back without a use: the slot's means are the other task's.
+    net.set_task("b")
+    net.set_task("a")
+    assert evaluate() == 3
+    torch.testing.assert_close(net.backbone.bn.running_mean, net.backbone.bn.recovered_mean("a"))
+
+
+def test_an_optimizer_step_and_a_loaded_state_count_as_moves(net, learn, recoveries):
+    learn(net, "a", 2)
+    x = torch.rand(2, 3, 8, 8)
+    net.eval()
+    optimizer = torch.optim.SGD(net.conv_parameters(), 0.1)
+    net(x).sum().backward()
+    recoveries.clear()
+    optimizer.step()
+    net(x)
+    assert len(recoveries) == 3
+    net.load_state_dict(net.state_dict())
+    net(x)
+    assert len(recoveries) == 6
+    net.double()
+    net(x.double())
+    assert len(recoveries) == 9
+    assert net.backbone.bn.running_mean.dtype == torch.float64
+    assert net.tasks["a"].row.dtype == torch.float64
+
+
+def test_a_spectral_norm_that_moves_without_its_weight_counts_too():
+    torch.manual_seed(0)
+    conv = torch.nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 4, 3), n_power_iterations=1)
+    net = ContinualNet(nn.Sequential(conv, nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+    net.add_task("a", 2)
+    x = torch.rand(4, 3, 8, 8)
+    net.train()(x)
+    net.finish_task()
+    net.eval()(x)
+    conv.train()(x)
+    conv.eval()
+    net(x)
+    torch.testing.assert_close(net.backbone[1].running_mean, conv(x).mean((0, 2, 3)))
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_task_is_not_trained_until_it_is_reopened(net, learn):
+    x = learn(net, "a", 2)[0]
+    with pytest.raises(ConfituneError, match=r"task 'a' is finished; reopen\('a'\) to train it on"):
+        net.train()(x)
+    with pytest.raises(ConfituneError, match="task 'a' is finished already"):
+        net.finish_task()
+    learn(net, "b", 3, seed=1)
+    expected = {name: layer.recovered_mean("a") for name, layer in xconv_layers(net).items()}
+    outputs = net.eval()(x, "a").detach()
+    net.reopen("a")
+    # Its state under today's weights is where it goes on from.
+    assert torch.equal(net(x), outputs)
+    for name, layer in xconv_layers(net).items():
+        assert torch.equal(layer.running_mean, expected[name])
+        assert int(layer.input_statistics.batches) == 0
+    assert not net.tasks["a"].finished
+    with pytest.raises(ConfituneError, match=r"task 'a' is not finished: set_task\('a'\)"):
+        net.reopen("a")
+    with pytest.raises(ConfituneError, match="task 'a' has seen no training batch"):
+        net.finish_task()
+    learn(net, "a", seed=2)
+    assert net.tasks["a"].finished
+    assert list(net.tasks) == ["a", "b"]
+    with pytest.raises(ConfituneError, match="no task 'z'; tasks: 'a', 'b'"):
+        net.reopen("z")
+
+
+def test_a_task_is_finished_only_after_training(net):
+    net.add_task("a", 2)
+    with pytest.raises(ConfituneError, match="task 'a' has seen no training batch: train it before finishing it"):
+        net.finish_task()
+    net.eval()(torch.rand(2, 3, 8, 8))
+    with pytest.raises(ConfituneError, match="no training batch"):
+        net.finish_task()
+    assert not net.tasks["a"].finished
+
+
+def test_a_pass_needs_batches(backbone):
+    net = ContinualNet(backbone(), statistics="pass")
+    net.add_task("a", 2)
+    net.train()(torch.rand(2, 3, 8, 8))
+    with pytest.raises(ConfituneError, match=r"statistics='pass' needs the task's training batches: finish_task"):
+        net.finish_task()
+    with pytest.raises(ConfituneError, match="no training batch"):
+        net.finish_task([])
+    assert not net.tasks["a"].finished
+    net.finish_task([torch.rand(2, 3, 8, 8)])
+    assert net.tasks["a"].finished
+
+
+def test_names_of_tasks_and_classes_are_their_own(net):
+    net.add_task("a", ["cat", "dog"])
+    assert net.tasks["a"].classes == ("cat", "dog")
+    with pytest.raises(ConfituneError, match="there is a task 'a' already"):
+        net.add_task("a", 3)
+    for classes in (["cat", "cat"], [], 0):
+        with pytest.raises(ConfituneError, match="task 'b' needs one or more classes with names of their own"):
+            net.add_task("b", classes)
+    assert list(net.tasks) == ["a"]
+    assert net.current_task == "a"
+
+
+def test_an_unknown_task_is_answered_with_the_known_ones(net):
+    with pytest.raises(ConfituneError, match="no task yet"):
+        net(torch.rand(2, 3, 8, 8))
+    with pytest.raises(ConfituneError, match="no task yet"):
+        _ = net.last_task
+    net.add_task("birds", 2)
+    net.add_task("cars", 2)
+    for call in (net.set_task, net.prepare, net.task_state_dict, lambda name: net(torch.rand(2, 3, 8, 8), name)):
+        with pytest.raises(ConfituneError, match=r"no task 'bird'; tasks: 'birds', 'cars'\. Add it with add_task"):
+            call("bird")
+    assert net.current_task == "cars"
+
+
+def test_another_image_size_is_refused_for_finished_tasks_of_recovered_means(net, learn, backbone):
+    learn(net, "a", 2, size=8)
+    net.eval()(torch.rand(2, 3, 8, 8))
+    with pytest.raises(ConfituneError, match=r"task 'a' was trained on 8x8 images, these are 8x10.*resize the images"):
+        net(torch.rand(2, 3, 8, 10))
+    with pytest.raises(ConfituneError, match="trained on 8x8"):
+        net(torch.rand(2, 3, 16, 16), torch.zeros(2, dtype=torch.long))
+    # Another task may have another size; an unfinished one is not bound yet.
+    learn(net, "b", 2, size=12, finish=False)
+    net.eval()(torch.rand(2, 3, 8, 8))
+    net.finish_task()
+    assert net(torch.rand(2, 3, 12, 12)).shape == (2, 2)
+    with pytest.raises(ConfituneError, match="task 'b' was trained on 12x12"):
+        net(torch.rand(2, 3, 8, 8))
+    # The size is the task's own, whatever was trained last.
+    learn(net, "c", 2, size=10, finish=False)
+    learn(net, "d", 2, size=14, finish=False)
+    net.set_task("c")
+    net.finish_task()
+    assert net.tasks["c"].image_size == (10, 10)
+    net.set_task("d")
+    net.finish_task()
+    assert net.tasks["d"].image_size == (14, 14)
+    plain = ContinualNet(backbone(), norm="task")
+    learn(plain, "a", 2, size=8)
+    assert plain.eval()(torch.rand(2, 3, 16, 16)).shape == (2, 2)
+
+
+def test_a_backbone_must_return_feature_vectors():
+    maps = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    with pytest.raises(ConfituneError, match=r"returns \[N, 4, 222, 222\] where feature vectors \[N, F\] are needed"):
+        ContinualNet(maps)
+    assert not isinstance(maps[1], XconvBatchNorm2d)
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.bn(self.conv(x)).mean((2, 3))
+            return y, y
+
+    with pytest.raises(ConfituneError, match="returns no single tensor where feature vectors"):
+        ContinualNet(Pair())
+
+
+# ---- modes and parts -------------------------------------------------------------------------------------------------
+
+
+def test_frozen_norms_stay_as_they_were_trained(backbone, learn):
+    torch.manual_seed(0)
+    net = ContinualNet(backbone(), norm="frozen")
+    buffers = {name: buffer.clone() for name, buffer in net.backbone.named_buffers()}
+    learn(net, "a", 2)
+    learn(net, "b", 3, seed=1)
+    assert net.train().training
+    assert not any(m.training for m in net.backbone.modules() if isinstance(m, nn.BatchNorm2d))
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in net.backbone.named_buffers())
+
+
+def test_shared_norms_are_ordinary_ones(backbone, learn):
+    torch.manual_seed(0)
+    net = ContinualNet(backbone(), norm="shared")
+    before = net.backbone.bn.running_mean.clone()
+    learn(net, "a", 2)
+    assert type(net.backbone.bn) is nn.BatchNorm2d
+    assert not torch.equal(net.backbone.bn.running_mean, before)
+    assert net.conversion is None
+
+
+def test_momentum_is_the_papers_unless_told_otherwise(backbone):
+    def slow() -> nn.Module:
+        model = backbone()
+        model.bn.momentum = 0.01
+        return model
+
+    assert ContinualNet(slow()).backbone.bn.momentum == 0.1
+    kept = ContinualNet(slow(), momentum=None)
+    assert kept.backbone.bn.momentum == 0.01
+    # The input statistics move with the norm they belong to.
+    assert kept.backbone.bn.input_statistics.momentum == 0.01
+    assert kept.backbone.stem_bn.input_statistics.momentum == 0.1
+
+
+def test_every_backbone_parameter_is_a_norms_or_a_convolutions(net):
+    norms = {id(p) for p in net.norm_parameters()}
+    convs = {id(p) for p in net.conv_parameters()}
+    layers = [net.backbone.stem_bn, net.backbone.bn, net.backbone.shortcut_bn, net.backbone.last_bn]
+    assert norms == {id(p) for layer in layers for p in (layer.weight, layer.bias)}
+    assert not norms & convs
+    assert norms | convs == {id(p) for p in net.backbone.parameters()}
+
+
+def test_a_deep_copy_is_a_network_of_its_own(net, learn):
+    x = learn(net, "a", 2)[0]
+    learn(net, "b", 3, seed=1)
+    before = {task: net.eval()(x, task).detach() for task in "ab"}
+    state = copy.deepcopy(net.state_dict())
+    twin = copy.deepcopy(net)
+    assert twin.backbone.bn.conv is twin.backbone.conv
+    learn(twin, "c", 2, seed=2)
+    assert list(net.tasks) == ["a", "b"]
+    for key, value in net.state_dict().items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, state[key]), key
+    for task, expected in before.items():
+        assert torch.equal(net.eval()(x, task), expected)
+        assert not torch.allclose(twin.eval()(x, task), expected)
+    recovered = twin.backbone.bn.recovered_mean("a")
+    twin.prepare("a")
+    assert torch.equal(twin.backbone.bn.running_mean, recovered)
