@@ -6,6 +6,7 @@ import fnmatch
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from confitune.errors import ConfituneError
 from confitune.nn import ContinualNet, NoBatchNormError, build_model, model_names
@@ -62,13 +63,20 @@ def matching_models(pattern: str | None) -> list[str]:
     return fnmatch.filter(model_names(), wild) or fnmatch.filter(model_names(), pattern.split(".")[0])
 
 
+def _without_memory(name: str) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return build_model(name)
+    except ConfituneError:  # some networks read their own numbers while they are built
+        return build_model(name)
+
+
 def report_model(name: str) -> ModelReport:
     """Convert a network without weights, on the meta device: nothing is computed or downloaded."""
     try:
         numbers = {}
         for means in ("phase", "window"):
-            with torch.device("meta"):
-                model = build_model(name)
+            model = _without_memory(name)
             net = ContinualNet(model, means=means)  # type: ignore[arg-type]
             numbers[means] = net.numbers_per_task
         assert net.conversion is not None

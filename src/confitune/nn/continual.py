@@ -62,6 +62,11 @@ class ContinualNet(TaskSlots):
         momentum: float | None = 0.1,
         example_input: Tensor | None = None,
     ) -> None:
+        if norm not in ("xconv", "task", "shared", "frozen"):
+            raise ConfituneError(f"norm={norm!r} is not known; choose 'xconv', 'task', 'shared' or 'frozen'")
+        require_unconverted(backbone)
+        if norm != "shared":
+            require_batch_norm(backbone)
         backbone = headless(backbone)
         flow = trace_flow(backbone, example_input)
         if flow.features is None or len(flow.features) != 1:
@@ -69,11 +74,6 @@ class ContinualNet(TaskSlots):
             raise ConfituneError(
                 f"the backbone returns {found} where feature vectors [N, F] are needed: add pooling and nn.Flatten()"
             )
-        if norm not in ("xconv", "task", "shared", "frozen"):
-            raise ConfituneError(f"norm={norm!r} is not known; choose 'xconv', 'task', 'shared' or 'frozen'")
-        require_unconverted(backbone)
-        if norm != "shared":
-            require_batch_norm(backbone)
         for module in backbone.modules():
             if isinstance(module, _BatchNorm) and momentum is not None:
                 module.momentum = momentum
