@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import timm
 import torch
 from PIL import Image
 
@@ -21,26 +20,6 @@ from confitune.engine import RunResult, SequenceRun
 from confitune.nn import create_backbone, state_sha256
 
 SOURCE = Path(cli.__file__).parents[1]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """As the subprocess below, and because waiting threads cost more than these small tensors."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    """A weights file for timm's test_byobnet."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        state = timm.create_model("test_byobnet").state_dict()
-    path = tmp_path_factory.mktemp("weights") / "start.pth"
-    torch.save(state, path)
-    return path
 
 
 @pytest.fixture(scope="module")

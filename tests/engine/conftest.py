@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from confitune.engine import SequenceRun, TrainSettings
-from confitune.methods import METHODS
+from confitune.methods import METHODS, Penalty
 from confitune.nn import ContinualNet
 from confitune.tasks import Images, Preprocess, Task, TaskSequence
 
@@ -89,10 +89,18 @@ def make_run(sequence):
     return make
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread():
-    """Threads that wait for one another cost more than these small tensors, all the more on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+class Batches(Penalty):
+    """Keeps every training batch: inputs from the backbone's hook, labels from the loss."""
+
+    def __init__(self, net):
+        self.inputs, self.labels = [], []
+        net.backbone.register_forward_pre_hook(lambda module, args: self.inputs.append(args[0].clone()))
+
+    def output_loss(self, logits, labels):
+        self.labels.append(labels.clone())
+
+
+@pytest.fixture
+def batch_recorder():
+    """Makes a penalty that changes nothing and keeps what a network is trained on."""
+    return Batches

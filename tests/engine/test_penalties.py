@@ -48,17 +48,6 @@ def entropy(logits):
     return -(p * p.log()).sum(1).mean()
 
 
-class Batches(Penalty):
-    """Keeps every training batch."""
-
-    def __init__(self, net):
-        self.inputs, self.labels = [], []
-        net.backbone.register_forward_pre_hook(lambda module, args: self.inputs.append(args[0].clone()))
-
-    def output_loss(self, logits, labels):
-        self.labels.append(labels.clone())
-
-
 SETTINGS = TrainSettings(epochs=2, batch_size=8, lr=0.05, device="cpu")
 
 
@@ -79,11 +68,11 @@ def trained_by_hand(backbone, head, recorder, extra_loss):
 
 
 @pytest.mark.parametrize("which", ["l2", "entropy", "both"])
-def test_penalties_equal_their_terms_in_the_loss(make_net, make_task, which):
+def test_penalties_equal_their_terms_in_the_loss(make_net, make_task, which, batch_recorder):
     net, task = make_net("shared"), make_task("dark")
     backbone = copy.deepcopy(net.backbone)
     start = [p.detach().clone() for p in backbone.parameters()]
-    recorder = Batches(net)
+    recorder = batch_recorder(net)
     chosen = {"l2": [L2()], "entropy": [Entropy()], "both": [L2(), Entropy()]}[which]
     fitting = TaskFit(net, task, with_penalties("finetune", recorder, *chosen), SETTINGS, Listener())
     head = nn.Linear(16, 3)

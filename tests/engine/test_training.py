@@ -10,19 +10,8 @@ from torch.nn.functional import cross_entropy
 
 from confitune.engine import EpochEnd, Listener, TaskFit, TrainSettings, evaluate, fit
 from confitune.errors import ConfituneError
-from confitune.methods import METHODS, Penalty
+from confitune.methods import METHODS
 from confitune.tasks import Images, TaskSequence
-
-
-class Batches(Penalty):
-    """Keeps every training batch: inputs from the backbone's hook, labels from the loss."""
-
-    def __init__(self, net):
-        self.inputs, self.labels = [], []
-        net.backbone.register_forward_pre_hook(lambda module, args: self.inputs.append(args[0].clone()))
-
-    def output_loss(self, logits, labels):
-        self.labels.append(labels.clone())
 
 
 class Events(Listener):
@@ -56,11 +45,11 @@ def assert_same_tensors(found, expected):
     ],
     ids=["plain", "momentum", "cosine", "step"],
 )
-def test_finetune_is_sgd_on_the_cross_entropy(make_net, sequence, options):
+def test_finetune_is_sgd_on_the_cross_entropy(make_net, sequence, options, batch_recorder):
     settings = TrainSettings(**{"epochs": 3, "batch_size": 8, "lr": 0.05, "device": "cpu", **options})
     net = make_net("shared")
     backbone = copy.deepcopy(net.backbone)
-    recorder, events = Batches(net), Events()
+    recorder, events = batch_recorder(net), Events()
     method = dataclasses.replace(METHODS["finetune"], penalties=(recorder,))
     for index, task in enumerate(sequence.first(2)):
         recorder.inputs.clear()
@@ -108,9 +97,9 @@ def test_events_of_a_task(make_net, make_task):
         assert end.seconds > 0
 
 
-def test_the_last_smaller_batch_is_dropped(make_net, make_task):
+def test_the_last_smaller_batch_is_dropped(make_net, make_task, batch_recorder):
     net, events = make_net("shared"), Events()
-    recorder = Batches(net)
+    recorder = batch_recorder(net)
     method = dataclasses.replace(METHODS["finetune"], penalties=(recorder,))
     fit(net, make_task("dark", (11, 9)), method, TrainSettings(epochs=3, batch_size=8, device="cpu"), events)
     assert events.steps == [(1, 2), (2, 2)] * 3

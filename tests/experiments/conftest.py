@@ -3,30 +3,8 @@
 import shutil
 
 import pytest
-import timm
-import torch
 
 from confitune.experiments import make_recipe, run_recipe
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread():
-    """Threads that wait for one another cost more than these small tensors, all the more on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def weights(tmp_path_factory):
-    """A weights file for timm's test_byobnet."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        state = timm.create_model("test_byobnet").state_dict()
-    path = tmp_path_factory.mktemp("weights") / "start.pth"
-    torch.save(state, path)
-    return path
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,15 +27,6 @@ class Residual(nn.Module):
         x = self.stem_bn(self.stem(x)).relu()
         x = self.bn(self.conv(x)) + self.shortcut_bn(self.shortcut(x))
         return self.last_bn(x).relu().mean((2, 3))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here: threads that wait for one another on a busy machine would cost thirty times the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO
-from uuid import uuid4
 
 import torch
 from torch import Tensor
 
+from confitune.files import write_whole
 from confitune.tasks.errors import StoreError, UnreadableImageError
 from confitune.tasks.lock import exclusive
 from confitune.tasks.pipelines import CROP, Box, Pipeline
@@ -166,7 +166,7 @@ def _build(
 
     # The header is written last: it says that the pixels beside it are complete.
     _beside(place, ".json").unlink(missing_ok=True)
-    _write_whole(_beside(place, ".u8"), write_pixels)
+    write_whole(_beside(place, ".u8"), write_pixels)
     header = {
         "format": FORMAT,
         "shape": list(shape),
@@ -174,20 +174,7 @@ def _build(
         "folder": str(folder.resolve()),
         "pipeline": {"name": pipeline.name, **pipeline.describe()},
     }
-    _write_whole(_beside(place, ".json"), lambda out: out.write(json.dumps(header, indent=1).encode()))
-
-
-def _write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file that is either whole or not there: to a temporary file beside it, then renamed."""
-    partial = path.with_name(f"{path.stem}.{uuid4().hex}.partial")
-    try:
-        with partial.open("xb") as out:
-            write(out)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(_beside(place, ".json"), lambda out: out.write(json.dumps(header, indent=1).encode()))
 
 
 def _beside(place: Path, ending: str) -> Path:
