@@ -27,7 +27,5 @@ def batches(
     order = order.to(images.rows.device)
     for positions in order.split(size):
         pixels, labels = images.batch(positions)
-        x = preprocess(pixels.to(device))
-        if device.type == "cuda":
-            x = x.contiguous(memory_format=torch.channels_last)
+        x = preprocess(pixels.to(device)).contiguous(memory_format=torch.channels_last)
         yield x, labels.to(device)

@@ -81,16 +81,17 @@ class InputMeans(nn.Module):
             )
         table = self.tables[0]
         with torch.autocast(x.device.type, enabled=False):
-            plane = x.mean(0, dtype=table.dtype)  # the one pass over the input; all else is 1/batch of its size
+            # The one pass over the input; all else is 1/batch of its size. Channels last, so that few and large matrix
+            # products follow instead of one tiny one per channel.
+            plane = x.mean(0, dtype=table.dtype).permute(1, 2, 0).reshape(size[0], -1)
             if self.cumulative:
                 share = 1 / (self.batches + 1).to(table.dtype)
             else:
                 assert self.momentum is not None
                 share = torch.where(self.batches == 0, table.new_ones(()), self.momentum)
             for table, (rows, columns) in zip(self.tables, self._averaging(size, plane), strict=True):
-                # Two plain matrix products; a batched one would be C tiny ones.
-                averaged = ((plane @ columns).transpose(1, 2) @ rows).transpose(1, 2)
-                table.lerp_(averaged, share)
+                averaged = columns @ (rows @ plane).view(len(rows), size[1], self.channels)  # [I, J, C]
+                table.lerp_(averaged.permute(2, 0, 1), share)
         self.batches += 1
 
     def view(self, reader: int, tables: Sequence[Tensor] | None = None) -> Tensor:
@@ -112,7 +113,7 @@ class InputMeans(nn.Module):
         key = (size, like.device, like.dtype)
         if key not in self._averages:
             self._averages[key] = [
-                (owner_rows.T.contiguous().to(like), owner_columns.T.contiguous().to(like))
+                (owner_rows.to(like), owner_columns.to(like))
                 for owner_rows, owner_columns in (
                     (owner.taps(0, size[0]), owner.taps(1, size[1]))
                     if self.means == "window"
