@@ -75,7 +75,7 @@ def test_finetune_is_sgd_on_the_cross_entropy(make_net, sequence, options, batch
             with torch.no_grad():
                 for p, v, g in zip(parameters, velocity, gradients, strict=True):
                     v.mul_(settings.momentum).add_(g + settings.weight_decay * p)
-                    p.sub_(lr * v)
+                    p.add_(v, alpha=-lr)
             losses.append(loss.item())
             right.append((logits.argmax(1) == labels).double().mean().item())
         assert_same_tensors(net.backbone, backbone)
