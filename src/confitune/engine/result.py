@@ -18,7 +18,7 @@ from confitune import metrics
 from confitune.errors import ConfituneError
 from confitune.files import write_whole
 
-_PACKAGES = ("confitune", "torch", "torchvision", "timm", "numpy", "scikit-learn", "scikit-image", "Pillow")
+_PACKAGES = ("torch", "torchvision", "timm", "numpy", "scikit-learn", "scikit-image", "Pillow")
 
 
 class RunResult(BaseModel):
@@ -76,7 +76,7 @@ def summary_of(matrix: np.ndarray) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "confitune": sys.modules["confitune"].__version__}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
