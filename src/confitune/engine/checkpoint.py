@@ -11,7 +11,7 @@ import torch
 from confitune.errors import ConfituneError
 from confitune.files import write_whole
 
-NAME = "checkpoint.pt"
+CHECKPOINT = "checkpoint.pt"
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,24 @@ class Checkpoint:
 
     def save(self, folder: Path) -> None:
         """Replace the folder's checkpoint, atomically."""
-        write_whole(folder / NAME, lambda out: torch.save(vars(self), out))
+        write_whole(folder / CHECKPOINT, lambda out: torch.save(vars(self), out))
 
     @classmethod
     def load(cls, folder: Path, config: dict[str, Any]) -> Checkpoint | None:
         """The folder's checkpoint, or None; refused if it was made with another configuration."""
-        path = folder / NAME
+        return cls._read(folder / CHECKPOINT, config, mapped=False)
+
+    @classmethod
+    def check(cls, folder: Path, config: dict[str, Any]) -> None:
+        """Refuse what `load` would refuse, without reading the weights."""
+        cls._read(folder / CHECKPOINT, config, mapped=True)
+
+    @classmethod
+    def _read(cls, path: Path, config: dict[str, Any], mapped: bool) -> Checkpoint | None:
         if not path.exists():
             return None
         try:
-            checkpoint = cls(**torch.load(path, map_location="cpu", weights_only=True))
+            checkpoint = cls(**torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
         except Exception as error:
             raise ConfituneError(f"{path} cannot be read ({error}); delete it to start this run anew") from error
         require_same_config(checkpoint.config, config, path)

@@ -28,7 +28,7 @@ class LiveProgress(Listener):
 
     def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
         """Show the bar."""
-        self._tasks, self._epochs, self._first = list(tasks), epochs, first_task
+        self._tasks, self._epochs = list(tasks), epochs
         self._stage, self._loss, self._average = "", float("nan"), float("nan")
         self._task, self._epoch, self._begun = first_task, 0, time.monotonic()
         self._done_before: float | None = None

@@ -12,25 +12,30 @@ from pydantic import BaseModel, ConfigDict, Field
 from confitune.errors import ConfituneError
 
 
-class TrainSettings(BaseModel):
-    """Settings of `fit` and `evaluate`."""
+class TrainOptions(BaseModel):
+    """How a step is made, whatever the dataset: what a recipe and `TrainSettings` have in common."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    epochs: int = Field(10, ge=1, description="epochs a task")
-    batch_size: int = Field(32, ge=2, description="images a step; the last, smaller batch of an epoch is dropped")
     lr: float = Field(0.01, gt=0, description="learning rate (paper: 0.01)")
     optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="made anew for each task (paper: sgd)")
     momentum: float = Field(0.0, ge=0, lt=1, description="of SGD (paper: none)")
     weight_decay: float = Field(0.0, ge=0, description="paper: none")
     lr_schedule: Literal["constant", "cosine", "step"] = Field("constant", description="over a task (paper: constant)")
+    augmentation: Literal["none", "flip", "flip-shift"] = Field("none", description="of training images (paper: none)")
+    device: str = Field("auto", description="'auto', 'cpu', 'cuda', 'cuda:1', ...")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 runs forward passes under autocast")
+
+
+class TrainSettings(TrainOptions):
+    """Settings of `fit` and `evaluate`."""
+
+    epochs: int = Field(10, ge=1, description="epochs a task")
+    batch_size: int = Field(32, ge=2, description="images a step; the last, smaller batch of an epoch is dropped")
+    seed: int = Field(0, ge=0, description="of head initialisation and batch order")
     lr_milestones: tuple[float, ...] = Field(
         (1 / 3, 2 / 3, 5 / 6), description="for 'step': shares of a task's epochs after which lr is divided by 10"
     )
-    augmentation: Literal["none", "flip", "flip-shift"] = Field("none", description="of training images (paper: none)")
-    seed: int = Field(0, ge=0, description="of head initialisation and batch order")
-    device: str = Field("auto", description="'auto', 'cpu', 'cuda', 'cuda:1', ...")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 runs forward passes under autocast")
     eval_batch_size: int = Field(256, ge=1, description="images a forward pass in evaluation")
     track_from: float = Field(
         3e-5, ge=0, lt=1, description="input statistics stay silent until a step's weight in the final average is this"

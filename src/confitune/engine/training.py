@@ -66,7 +66,6 @@ class TaskFit:
         self.device = settings.torch_device()
         self.batch_size = min(settings.batch_size, len(task.train))
         self.epoch = 0  # epochs done
-        self.seconds = 0.0
         if self.batch_size < settings.batch_size:
             listener.note(
                 f"task {task.name!r} has {len(task.train)} training images, fewer than the batch size "
@@ -109,11 +108,11 @@ class TaskFit:
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on after the last whole epoch; the network's own state is not in it."""
-        return {"epoch": self.epoch, "seconds": self.seconds, "optimizer": self.optimizer.state_dict()}
+        return {"epoch": self.epoch, "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self.epoch, self.seconds = state["epoch"], state["seconds"]
+        self.epoch = state["epoch"]
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _remaining(self) -> Iterator[tuple[Stage, int]]:
@@ -155,7 +154,6 @@ class TaskFit:
                 f"the loss of task {self.task.name!r} became {mean_loss}{ruined} in epoch {epoch + 1} (stage "
                 f"{stage.name!r}); try a learning rate below {lr:g}"
             )
-        self.seconds += time.perf_counter() - started
         seen = steps * self.batch_size
         self.listener.epoch_ended(
             EpochEnd(

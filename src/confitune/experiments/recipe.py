@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
-from confitune.engine import TrainSettings
+from confitune.engine import TrainOptions, TrainSettings
 from confitune.errors import ConfituneError
 from confitune.methods import create_method
 from confitune.tasks import dataset_info
 
 
-class Recipe(BaseModel):
+class Recipe(TrainOptions):
     """One experiment. What is left out takes the default of the dataset, or the paper's."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     dataset: str = Field(
         "photos", description="photos, digits, flowers102, cifar100, cub200, caltech101 or folder:PATH"
@@ -39,14 +37,6 @@ class Recipe(BaseModel):
     )
     epochs: int | None = Field(None, ge=1, description="a task; default: the dataset's")
     batch_size: int | None = Field(None, ge=2, description="default: the dataset's")
-    lr: float = Field(TrainSettings().lr, gt=0)
-    optimizer: Literal["sgd", "adam", "adamw"] = TrainSettings().optimizer
-    momentum: float = Field(TrainSettings().momentum, ge=0, lt=1)
-    weight_decay: float = Field(TrainSettings().weight_decay, ge=0)
-    lr_schedule: Literal["constant", "cosine", "step"] = TrainSettings().lr_schedule
-    augmentation: Literal["none", "flip", "flip-shift"] = TrainSettings().augmentation
-    precision: Literal["fp32", "bf16"] = TrainSettings().precision
-    device: str = "auto"
 
     @field_validator("methods", mode="before")
     @classmethod
@@ -61,19 +51,7 @@ class Recipe(BaseModel):
             epochs=self.epochs or info.epochs,
             batch_size=self.batch_size or info.batch_size,
             seed=seed,
-            **{
-                name: getattr(self, name)
-                for name in (
-                    "lr",
-                    "optimizer",
-                    "momentum",
-                    "weight_decay",
-                    "lr_schedule",
-                    "augmentation",
-                    "precision",
-                    "device",
-                )
-            },
+            **{name: getattr(self, name) for name in TrainOptions.model_fields},
         )
 
     def identity(self, method: str, seed: int, weights_sha256: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from confitune.engine import (
+    CHECKPOINT,
     Checkpoint,
     CsvLog,
     LiveProgress,
@@ -23,8 +24,7 @@ from confitune.errors import ConfituneError
 from confitune.experiments.recipe import Recipe
 from confitune.experiments.summary import write_summary
 from confitune.methods import create_method
-from confitune.nn import Backbone, ContinualNet, create_backbone
-from confitune.nn.convert import require_batch_norm
+from confitune.nn import Backbone, ContinualNet, create_backbone, require_batch_norm
 from confitune.tasks import TaskSequence, load_tasks
 
 RESULT = "result.json"
@@ -48,6 +48,8 @@ def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, console: Cons
     if any(create_method(name).norm != "shared" for name in recipe.methods):
         require_batch_norm(backbone.module)  # now, not after the methods that do without have been trained
     done = {run: _finished(folder, recipe, run, backbone) for run, folder in folders.items()}
+    if any(done.values()):
+        write_summary(out)  # a run that was killed right after its result may have left an older one
     results = []
     sequence: TaskSequence | None = None
     for run, folder in folders.items():
@@ -55,8 +57,8 @@ def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, console: Cons
         if result is None:
             sequence = sequence or load_sequence(recipe, backbone, console)
             result = _run_one(recipe, run, folder, backbone, sequence, console)
+            write_summary(out)
         results.append(result)
-        write_summary(out)
     return results
 
 
@@ -124,13 +126,13 @@ def _finished(folder: Path, recipe: Recipe, run: tuple[str, int], backbone: Back
         result = RunResult.load(folder / RESULT)
         require_same_config(result.config, config, folder / RESULT)
         return result
-    Checkpoint.load(folder, config)  # refuses one of another configuration before any work is done
+    Checkpoint.check(folder, config)  # one of another configuration is refused before any work is done
     return None
 
 
 def _refuse_existing(folders) -> None:  # type: ignore[no-untyped-def]
     for folder in folders:
-        for name, what in ((RESULT, "a finished run"), ("checkpoint.pt", "a broken-off run")):
+        for name, what in ((RESULT, "a finished run"), (CHECKPOINT, "a broken-off run")):
             if (folder / name).exists():
                 raise ConfituneError(
                     f"{folder} holds {what}: add --resume to take it as it is and go on, or choose another --out folder"

@@ -28,8 +28,6 @@ class Penalty:
     The order in one step: forward, `output_loss`, backward, `read_gradients`, `add_gradients`, step, `after_step`.
     """
 
-    name = "penalty"
-
     def begin_task(self, context: TaskContext) -> None:
         """Before the first step of a task."""
 

@@ -2,7 +2,7 @@
 
 from confitune.nn.backbones import Backbone, build_model, create_backbone, headless, model_names, state_sha256
 from confitune.nn.continual import ContinualNet, Norm
-from confitune.nn.convert import ConversionReport, LayerReport, NoBatchNormError, convert_xconv_bn
+from confitune.nn.convert import ConversionReport, LayerReport, NoBatchNormError, convert_xconv_bn, require_batch_norm
 from confitune.nn.geometry import ConvGeometry
 from confitune.nn.input_means import InputMeans
 from confitune.nn.recovery import recover_output_mean, window_means_from_phases
@@ -29,6 +29,7 @@ __all__ = [
     "headless",
     "model_names",
     "recover_output_mean",
+    "require_batch_norm",
     "state_sha256",
     "window_means_from_phases",
 ]

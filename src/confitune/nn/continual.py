@@ -147,7 +147,6 @@ class ContinualNet(TaskSlots):
         self.prepare(name)
         self._reset_statistics()
         self._memory.store(self.tasks[name], self.head, finished=False)
-        self._mixed.forget(name)
 
     @torch.no_grad()
     def measure(self, batches: Iterable[Tensor]) -> None:
