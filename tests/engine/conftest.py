@@ -81,7 +81,9 @@ def make_run(sequence):
     def make(method="confit", *, listeners=(), folder=None, net=None, tasks=sequence, config=None, **options):
         method = METHODS[method] if isinstance(method, str) else method
         of_net = {key: options.pop(key) for key in ("means", "statistics", "dropout", "start") if key in options}
-        of_run = {key: options.pop(key) for key in ("checkpoint_epochs", "weights") if key in options}
+        of_run = {"checkpoint_seconds": 0} | {
+            key: options.pop(key) for key in ("checkpoint_epochs", "checkpoint_seconds", "weights") if key in options
+        }
         settings = TrainSettings(**{"epochs": 3, "batch_size": 8, "lr": 0.05, "device": "cpu", **options})
         net = net or _net(method.norm, **of_net)
         return SequenceRun(net, tasks, method, settings, folder=folder, listeners=listeners, config=config, **of_run)

@@ -5,12 +5,18 @@ import pytest
 import torch
 
 from confitune.engine import Listener, TaskFit, TrainSettings, evaluate
-from confitune.engine.augment import augment
+from confitune.engine.augment import augment, draw_noise
 from confitune.methods import METHODS
 
 
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def augmented(images, kind, generator):
+    """The second of three steps."""
+    noise = draw_noise(kind, 3, len(images), generator)
+    return augment(images, kind, noise[1])
 
 
 @pytest.fixture
@@ -21,12 +27,13 @@ def images():
 def test_none_is_the_batch_itself(images):
     generator = seeded()
     before = generator.get_state()
-    assert augment(images, "none", generator) is images
+    noise = draw_noise("none", 2, 400, generator)
+    assert augment(images, "none", noise) is images
     assert torch.equal(generator.get_state(), before)
 
 
 def test_flip_mirrors_about_half_of_the_images_exactly(images):
-    result = augment(images, "flip", seeded())
+    result = augmented(images, "flip", seeded())
     as_is = (result == images).flatten(1).all(1)
     mirrored = (result == images.flip(-1)).flatten(1).all(1)
     assert (as_is ^ mirrored).all()
@@ -34,8 +41,8 @@ def test_flip_mirrors_about_half_of_the_images_exactly(images):
 
 
 def test_flips_follow_the_generator(images):
-    assert torch.equal(augment(images, "flip", seeded()), augment(images, "flip", seeded()))
-    assert not torch.equal(augment(images, "flip", seeded()), augment(images, "flip", seeded(5)))
+    assert torch.equal(augmented(images, "flip", seeded()), augmented(images, "flip", seeded()))
+    assert not torch.equal(augmented(images, "flip", seeded()), augmented(images, "flip", seeded(5)))
 
 
 def windows(image, most):
@@ -49,7 +56,7 @@ def windows(image, most):
 @pytest.mark.parametrize(("height", "width", "most"), [(16, 24, 2), (32, 32, 4), (6, 9, 1)])
 def test_flip_shift_gives_windows_of_the_reflected_image(height, width, most):
     images = torch.rand(200, 3, height, width, generator=seeded(2))
-    result = augment(images, "flip-shift", seeded())
+    result = augmented(images, "flip-shift", seeded())
     assert result.shape == images.shape
     shifts, flips = [], 0
     for image, shown in zip(images, result, strict=True):

@@ -5,8 +5,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from confitune.engine import TrainSettings, evaluate, fit
-from confitune.engine.batches import batches
 from confitune.engine.evaluation import evaluate_groups
+from confitune.engine.feed import batches
 from confitune.engine.loss import classification_loss, count_right, within_own_task
 from confitune.methods import METHODS
 from confitune.tasks import Images
@@ -115,7 +115,7 @@ def test_accuracy_of_merged_tasks_is_measured_within_each(make_net, sequence):
     (joint,) = sequence.joined()
     net = make_net("shared")
     fit(net, joint, METHODS["joint"], SETTINGS)
-    found = evaluate_groups(net, joint, SETTINGS, joint.test)
+    found = evaluate_groups(net, joint, SETTINGS)
     net.eval()
     expected = []
     for task, (first, stop) in zip(sequence, joint.groups, strict=True):
@@ -131,9 +131,7 @@ def test_accuracy_of_merged_tasks_is_measured_within_each(make_net, sequence):
 def test_batches_follow_the_order_and_keep_the_rest(make_task):
     task = make_task("dark", (3, 2))
     order = torch.tensor([4, 0, 3, 1, 2])
-    made = list(batches(task.train, task.preprocess, 2, torch.device("cpu"), order))
+    made = list(batches(task.train, 2, torch.device("cpu"), order))
     assert [len(x) for x, _ in made] == [2, 2, 1]
     assert torch.cat([labels for _, labels in made]).tolist() == [1, 0, 1, 0, 0]
-    pixels = task.train.pixels[task.train.rows][order]
-    expected = (pixels.float() / 255 - 0.5) / 0.25
-    torch.testing.assert_close(torch.cat([x for x, _ in made]), expected)
+    assert torch.equal(torch.cat([pixels for pixels, _ in made]), task.train.pixels[task.train.rows][order])

@@ -256,7 +256,9 @@ def test_diverging_names_task_and_epoch_and_leaves_the_checkpoint(runs, make_run
     # 5 steps an epoch, each multiplies the weights by -1e6: finite at the end of the first epoch, not of the second.
     run = runs("killed", lr=1e3, weight_decay=1e3)
     run.resume()
-    message = r"task 'bright' became .* in epoch 2 \(stage 'head\+norm'\); try a learning rate below 1000"
+    message = (
+        r"task 'bright' became .* in epoch 2 from step 2 of 5 on \(stage 'head\+norm'\); try a learning rate below 1000"
+    )
     with pytest.raises(ConfituneError, match=message):
         run.run()
     checkpoint = Checkpoint.load(tmp_path / "killed", {"what": "test"})
@@ -270,7 +272,9 @@ def test_diverging_names_task_and_epoch_and_leaves_the_checkpoint(runs, make_run
 
 
 def test_diverging_in_the_first_task(make_run):
-    with pytest.raises(ConfituneError, match=r"task 'dark' became (nan|inf).* in epoch 1 \(stage 'all'\)"):
+    with pytest.raises(
+        ConfituneError, match=r"task 'dark' became (nan|inf).* in epoch 1 from step \d of 6 on \(stage 'all'\)"
+    ):
         make_run("finetune", lr=1e12).run()
 
 

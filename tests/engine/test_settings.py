@@ -13,7 +13,7 @@ from confitune.errors import ConfituneError
 def test_defaults_are_the_papers():
     settings = TrainSettings()
     assert (settings.optimizer, settings.lr, settings.momentum, settings.weight_decay) == ("sgd", 0.01, 0.0, 0.0)
-    assert (settings.lr_schedule, settings.augmentation, settings.precision) == ("constant", "none", "fp32")
+    assert (settings.lr_schedule, settings.augmentation) == ("constant", "none")
 
 
 def test_step_schedule_divides_by_ten_after_its_shares():

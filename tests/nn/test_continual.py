@@ -102,7 +102,7 @@ def test_a_new_task_starts_from_the_last_ones_state_with_empty_statistics(net, l
     net.add_task("b", 3)
     after = net.backbone.state_dict()
     assert all(torch.equal(after[key], before[key]) for key in before)
-    assert all(int(layer.input_statistics.batches) == 0 for layer in xconv_layers(net).values())
+    assert all(layer.input_statistics.batches == 0 for layer in xconv_layers(net).values())
     assert net.current_task == net.last_task == "b"
     assert net.head.weight.shape == (3, 8)
     # Also where another task was in use in between.
@@ -238,7 +238,7 @@ def test_a_finished_task_is_not_trained_until_it_is_reopened(net, learn):
     assert torch.equal(net(x), outputs)
     for name, layer in xconv_layers(net).items():
         assert torch.equal(layer.running_mean, expected[name])
-        assert int(layer.input_statistics.batches) == 0
+        assert layer.input_statistics.batches == 0
     assert not net.tasks["a"].finished
     with pytest.raises(ConfituneError, match=r"task 'a' is not finished: set_task\('a'\)"):
         net.reopen("a")

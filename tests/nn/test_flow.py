@@ -212,7 +212,7 @@ def test_two_norms_may_read_one_convolution():
     assert convert_xconv_bn(model).pairs == {"bn": "conv", "other": "conv"}
     model.train()(x)
     assert model.bn.input_statistics is model.other.input_statistics
-    assert int(model.bn.input_statistics.batches) == 1
+    assert model.bn.input_statistics.batches == 1
     torch.testing.assert_close(model.other.recovered_mean(), model.conv(x).mean((0, 2, 3)))
 
 
@@ -351,7 +351,7 @@ def test_recovery_uses_the_weight_that_forward_uses(make):
     recovered = model[1].recovered_mean()
     assert conv.training
     # Looking the weight up is no batch, and moves nothing.
-    assert int(model[1].input_statistics.batches) == 2
+    assert model[1].input_statistics.batches == 2
     assert torch.equal(model[1].input_means, tracked)
     assert all(map(torch.equal, conv.buffers(), buffers))
     torch.testing.assert_close(recovered, measured(model, "0", x))

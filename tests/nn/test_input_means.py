@@ -53,7 +53,7 @@ def test_running_means_are_an_exponential_average_that_the_first_batch_sets(mean
         for mean in of[1:]:
             expected = 0.9 * expected + 0.1 * mean
         torch.testing.assert_close(model[place + 1].input_means, expected, rtol=0, atol=1e-12)
-        assert int(model[place + 1].input_statistics.batches) == 4
+        assert model[place + 1].input_statistics.batches == 4
 
 
 def test_momentum_none_is_a_cumulative_average_as_in_batch_norm():
@@ -80,7 +80,7 @@ def test_a_pass_averages_plainly_with_the_final_weights(means):
         optimizer.zero_grad()
         net.train()(x).square().sum().backward()
         optimizer.step()
-    assert all(int(norm.input_statistics.batches) == 0 for norm in (net.backbone[1], net.backbone[4]))
+    assert all(norm.input_statistics.batches == 0 for norm in (net.backbone[1], net.backbone[4]))
     # The oracle is the same network without any conversion, in training mode, watched from outside.
     plain = nn.Sequential(*two_layers(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).train()
     plain.load_state_dict(net.backbone.state_dict())
@@ -129,13 +129,13 @@ def test_only_tracked_training_batches_count():
     convert_xconv_bn(model)
     x = torch.rand(2, 2, 5, 5)
     model.eval()(x)
-    assert int(model[1].input_statistics.batches) == 0
+    assert model[1].input_statistics.batches == 0
     with pytest.raises(ConfituneError, match="no input statistics yet"):
         model[1].recovered_mean()
     model.train()
     model[1].input_statistics.tracking = False
     model(x)
-    assert int(model[1].input_statistics.batches) == 0
+    assert model[1].input_statistics.batches == 0
     model[1].input_statistics.tracking = True
     model(x)
     torch.testing.assert_close(model[1].input_means, windows(x, model[0]))
@@ -234,7 +234,7 @@ def test_a_deep_copy_tracks_for_itself():
         twin[0].bias.zero_()
     for _ in range(200):
         twin(3 * x)
-    assert int(model[1].input_statistics.batches) == 1
-    assert int(twin[1].input_statistics.batches) == 201
+    assert model[1].input_statistics.batches == 1
+    assert twin[1].input_statistics.batches == 201
     torch.testing.assert_close(model[1].recovered_mean(), model[0](x).mean((0, 2, 3)))
     torch.testing.assert_close(twin[1].recovered_mean(), twin[0](3 * x).mean((0, 2, 3)))

@@ -14,6 +14,8 @@ from confitune.nn import ContinualNet, build_model
 
 def live(net: ContinualNet) -> dict[str, Tensor]:
     """Every parameter and buffer, the input statistics included, which no state dict of a backbone holds."""
+    for statistics in net._memory.statistics.values():
+        statistics.fold()
     return dict(net.named_parameters()) | dict(net.named_buffers())
 
 

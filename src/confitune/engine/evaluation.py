@@ -2,45 +2,53 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
-from confitune.engine.batches import batches
+import torch
+from torch import Tensor
+
+from confitune.engine.feed import batches
 from confitune.engine.loss import count_right
 from confitune.engine.settings import TrainSettings
 from confitune.nn import ContinualNet
 from confitune.tasks import Images, Task
 
 
-@torch.no_grad()
 def evaluate(
     net: ContinualNet, task: Task, settings: TrainSettings | None = None, *, images: Images | None = None
 ) -> float:
     """Accuracy in percent on `images` (default: the task's test set), the task known."""
-    return _mean_by_group(net, task, settings or TrainSettings(), images or task.test, ())[0]
+    settings = settings or TrainSettings()
+    right = right_answers(net, task, settings, images)
+    return 100.0 * right.double().mean().item()
+
+
+def evaluate_groups(net: ContinualNet, task: Task, settings: TrainSettings) -> list[float]:
+    """Accuracy in percent of each task that was merged into `task` for joint training."""
+    right = right_answers(net, task, settings).cpu()
+    labels = task.test.labels.cpu()
+    within = [(labels >= first) & (labels < stop) for first, stop in task.groups]
+    return [100.0 * right[mask].double().mean().item() for mask in within]
+
+
+def evaluate_all(net: ContinualNet, tasks: Sequence[Task], settings: TrainSettings) -> list[float]:
+    """Accuracy in percent on each task's test set; the device is read from once, at the end."""
+    right = [right_answers(net, task, settings).double().mean() for task in tasks]
+    return [100.0 * share for share in torch.stack(right).tolist()]
 
 
 @torch.no_grad()
-def evaluate_groups(net: ContinualNet, task: Task, settings: TrainSettings, images: Images) -> list[float]:
-    """Accuracy in percent of each task that was merged into `task` for joint training."""
-    return _mean_by_group(net, task, settings, images, task.groups)
-
-
-def _mean_by_group(
-    net: ContinualNet, task: Task, settings: TrainSettings, images: Images, groups: tuple[tuple[int, int], ...]
-) -> list[float]:
+def right_answers(net: ContinualNet, task: Task, settings: TrainSettings, images: Images | None = None) -> Tensor:
+    """For each image (default: of the task's test set) whether it is answered rightly, on the network's device."""
     was_training = net.training
     net.eval()
     net.prepare(task.name)
     device = next(net.parameters()).device
-    bf16 = settings.precision == "bf16"
     right = []
-    for x, labels in batches(images, task.preprocess, settings.eval_batch_size, device):
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+    for pixels, labels in batches(images or task.test, settings.eval_batch_size, device):
+        x = task.preprocess(pixels).contiguous(memory_format=torch.channels_last)
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16(device)):
             logits = net(x)
         right.append(count_right(logits, labels, task.groups))
     net.train(was_training)
-    correct = torch.cat(right).cpu()
-    labels = images.labels.cpu()
-    ranges = groups or ((0, len(task.classes)),)
-    within = [(labels >= first) & (labels < stop) for first, stop in ranges]
-    return [100.0 * correct[mask].double().mean().item() for mask in within]
+    return torch.cat(right)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -23,7 +25,11 @@ def within_own_task(logits: Tensor, labels: Tensor, groups: Groups) -> Tensor:
     """Logits of other tasks' classes set to -inf: one wide head with this mask is exactly a head per task."""
     if not groups:
         return logits
-    group_of_class = torch.cat([torch.full((stop - first,), g) for g, (first, stop) in enumerate(groups)])
-    group_of_class = group_of_class.to(logits.device)
+    group_of_class = _group_of_class(groups, logits.device)
     foreign = group_of_class[None, :] != group_of_class[labels][:, None]
     return logits.masked_fill(foreign, float("-inf"))
+
+
+@lru_cache(maxsize=16)  # a copy to the device in every step would make it wait, and cannot be captured
+def _group_of_class(groups: Groups, device: torch.device) -> Tensor:
+    return torch.cat([torch.full((stop - first,), g) for g, (first, stop) in enumerate(groups)]).to(device)

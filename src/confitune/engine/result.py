@@ -38,6 +38,7 @@ class RunResult(BaseModel):
     config: dict[str, Any]
     versions: dict[str, str]
     device: str
+    execution: str = "fp32, eager"  # precision and how steps were run
     weights: str
     weights_sha256: str  # of the pre-trained backbone
     final_sha256: str  # of everything the network holds at the end

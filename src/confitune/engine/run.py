@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from confitune.engine.batches import resident
+from confitune.engine.capture import Executor
 from confitune.engine.checkpoint import Checkpoint
-from confitune.engine.evaluation import evaluate, evaluate_groups
+from confitune.engine.evaluation import evaluate_all, evaluate_groups
 from confitune.engine.events import EpochEnd, Listener, Listeners
+from confitune.engine.feed import place
 from confitune.engine.result import RunResult, command_line, device_name, summary_of, versions
 from confitune.engine.settings import TrainSettings
 from confitune.engine.training import TaskFit
 from confitune.methods import Method, hierarchical
 from confitune.nn import ContinualNet, state_sha256
-from confitune.tasks import Images, Task, TaskSequence
+from confitune.tasks import Task, TaskSequence
 
 
 class SequenceRun:
@@ -30,7 +31,8 @@ class SequenceRun:
         net: a fresh network with the method's kind of batch norm; it is trained in place.
         folder: where checkpoints go; None keeps none.
         config: what identifies the computation, for `resume` to compare.
-        checkpoint_epochs: a checkpoint is written after each task and every so many epochs within one.
+        checkpoint_seconds: a checkpoint is written after a task or an epoch when the last one is this old.
+        checkpoint_epochs: and within a task only after every so many epochs.
     """
 
     def __init__(
@@ -43,18 +45,19 @@ class SequenceRun:
         folder: Path | None = None,
         config: dict[str, Any] | None = None,
         listeners: tuple[Listener, ...] = (),
-        checkpoint_epochs: int = 5,
+        checkpoint_seconds: float = 30.0,
+        checkpoint_epochs: int = 1,
         weights: str = "",
     ) -> None:
         self.net, self.method, self.settings = net, method, settings
-        self.original = sequence
+        self.device = settings.torch_device()
+        self.original = sequence = place(sequence, self.device, settings.pixels)
         self.sequence = sequence.joined() if method.joint else sequence
         self.folder = folder
         self.config = config or {}
-        self.checkpoint_epochs = checkpoint_epochs
+        self.checkpoint_seconds, self.checkpoint_epochs = checkpoint_seconds, checkpoint_epochs
         self.weights = weights
         self.weights_sha256 = state_sha256(net.backbone)
-        self.device = settings.torch_device()
         self.matrix = np.full((len(sequence), len(sequence)), np.nan)
         self.task = 0
         self.seconds = self.train_seconds = 0.0
@@ -62,7 +65,8 @@ class SequenceRun:
         self.listener = Listeners((*listeners, _Counter(self)))
         self._pristine = copy.deepcopy(net.backbone.state_dict()) if method.separate else None
         self._saved_fit: dict[str, Any] | None = None
-        self._test_sets: dict[str, Images] = {}
+        self._executor = Executor(net, settings, self.listener)
+        self._checkpointed_at = 0.0
 
     def resume(self) -> bool:
         """Go on from the folder's checkpoint, if there is one."""
@@ -81,18 +85,20 @@ class SequenceRun:
     def run(self) -> RunResult:
         """Learn what is left of the sequence."""
         self._started = time.perf_counter() - self.seconds
+        self._checkpointed_at = self.seconds
         self._say_what_is_odd()
         names = [task.name for task in self.sequence]
         self.listener.run_started(self.method.name, names, self.settings.epochs, self.task)
-        for index in range(self.task, len(self.sequence)):
-            self._learn(index, self.sequence[index])
+        with self._executor.session():
+            for index in range(self.task, len(self.sequence)):
+                self._learn(index, self.sequence[index])
         return self._result()
 
     def _learn(self, index: int, task: Task) -> None:
         if self._pristine is not None and self._saved_fit is None:
             self.net.backbone.load_state_dict(self._pristine)
             self.net.weights_moved()
-        fit = TaskFit(self.net, task, self.method, self.settings, self.listener, index)
+        fit = TaskFit(self.net, task, self.method, self.settings, self.listener, index, self._executor)
         if self._saved_fit is not None:
             fit.load_state_dict(self._saved_fit)
             self._saved_fit = None
@@ -102,37 +108,35 @@ class SequenceRun:
         self.task = index + 1
         # Logs first: a run killed in between does the task again, and logs then drop what they have of it.
         self.listener.task_ended(index, [a for a in self.matrix[:, self._column(index)] if not np.isnan(a)])
-        self._checkpoint(None)
+        if self._checkpoint_due():
+            self._checkpoint(None)
 
     def _after_epoch(self, fit: TaskFit) -> None:
-        if fit.epoch % self.checkpoint_epochs == 0 and fit.epoch < self.settings.epochs:
+        if fit.epoch % self.checkpoint_epochs == 0 and fit.epoch < self.settings.epochs and self._checkpoint_due():
+            fit.report()  # what is in the checkpoint must be finite, and in the logs
             self._checkpoint(fit)
+
+    def _checkpoint_due(self) -> bool:
+        passed = time.perf_counter() - self._started - self._checkpointed_at
+        return self.folder is not None and passed >= self.checkpoint_seconds
 
     def _column(self, index: int) -> int:
         return len(self.original) - 1 if self.method.joint else index
 
     def _evaluate(self, index: int) -> None:
         if self.method.joint:
-            task = self.sequence[0]
-            self.matrix[:, -1] = evaluate_groups(self.net, task, self.settings, self._test_set(task))
+            self.matrix[:, -1] = evaluate_groups(self.net, self.sequence[0], self.settings)
             return
-        for earlier in range(index + 1):
-            if self.method.separate and earlier < index:
-                # Its network was left as it was: there is nothing to measure again.
-                self.matrix[earlier, index] = self.matrix[earlier, index - 1]
-                continue
-            task = self.sequence[earlier]
-            self.matrix[earlier, index] = evaluate(self.net, task, self.settings, images=self._test_set(task))
-
-    def _test_set(self, task: Task) -> Images:
-        if task.name not in self._test_sets:
-            self._test_sets[task.name] = resident(task.test, self.device)
-        return self._test_sets[task.name]
+        first = 0
+        if self.method.separate and index:
+            # Earlier networks were left as they were: there is nothing to measure again.
+            first, self.matrix[:index, index] = index, self.matrix[:index, index - 1]
+        tasks = self.sequence.tasks[first : index + 1]
+        self.matrix[first : index + 1, index] = evaluate_all(self.net, tasks, self.settings)
 
     def _checkpoint(self, fit: TaskFit | None) -> None:
-        if self.folder is None:
-            return
-        self.seconds = time.perf_counter() - self._started
+        assert self.folder is not None
+        self.seconds = self._checkpointed_at = time.perf_counter() - self._started
         Checkpoint(
             config=self.config,
             task=self.task,
@@ -174,6 +178,7 @@ class SequenceRun:
             config=self.config,
             versions=versions(),
             device=device_name(self.device),
+            execution=self.settings.execution(self.device),
             weights=self.weights,
             weights_sha256=self.weights_sha256,
             final_sha256=network_sha256(self.net),

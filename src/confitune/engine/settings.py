@@ -24,7 +24,19 @@ class TrainOptions(BaseModel):
     lr_schedule: Literal["constant", "cosine", "step"] = Field("constant", description="over a task (paper: constant)")
     augmentation: Literal["none", "flip", "flip-shift"] = Field("none", description="of training images (paper: none)")
     device: str = Field("auto", description="'auto', 'cpu', 'cuda', 'cuda:1', ...")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 runs forward passes under autocast")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto",
+        description="bf16: convolutions and products in bfloat16, weights and statistics in float32; auto: on GPUs",
+    )
+    step: Literal["auto", "eager", "graph", "compile"] = Field(
+        "auto",
+        description="eager: kernel by kernel; graph: captured once and replayed; compile: a graph of kernels fused by "
+        "torch.compile, for long runs; auto: graph on GPUs",
+    )
+    pixels: Literal["auto", "device", "host"] = Field(
+        "auto", description="where images lie: all on the GPU, or copied there batch by batch; auto: there if they fit"
+    )
+    deterministic: bool = Field(False, description="only algorithms that give the same bits each time; slower on GPUs")
 
 
 class TrainSettings(TrainOptions):
@@ -50,6 +62,23 @@ class TrainSettings(TrainOptions):
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             raise ConfituneError(f"device {self.device!r} cannot be used ({error}); try --device cpu") from error
         return device
+
+    def bf16(self, device: torch.device) -> bool:
+        """Whether convolutions and products are done in bfloat16; CPUs emulate it slowly."""
+        return self.precision == "bf16" or (self.precision == "auto" and device.type == "cuda")
+
+    def step_mode(self, device: torch.device) -> Literal["eager", "graph", "compile"]:
+        """How steps are run on a device; only CUDA has graphs."""
+        if self.step == "graph" and device.type != "cuda":
+            raise ConfituneError("step='graph' captures CUDA graphs and needs a GPU; leave it at 'auto'")
+        if self.step == "auto":
+            return "graph" if device.type == "cuda" else "eager"
+        return self.step
+
+    def execution(self, device: torch.device) -> str:
+        """How the work is done, in words: what may change the last bits of a result, and how fast it is."""
+        precision = "bf16" if self.bf16(device) else "fp32"
+        return f"{precision}, {self.step_mode(device)}" + (", deterministic" if self.deterministic else "")
 
     def lr_factor(self, epoch: int) -> float:
         """What the learning rate is multiplied by in an epoch (counted from 0)."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from confitune.engine.augment import augment
-from confitune.engine.batches import batches, resident
+from confitune.engine.augment import draw_noise
+from confitune.engine.capture import Executor
 from confitune.engine.events import EpochEnd, Listener
-from confitune.engine.loss import classification_loss, count_right
+from confitune.engine.feed import batches, place_task
+from confitune.engine.readings import EpochReadings
 from confitune.engine.settings import TrainSettings, derived_generator, derived_seed
+from confitune.engine.step import TrainStep
 from confitune.errors import ConfituneError
 from confitune.methods import METHODS, Method, Stage, TaskContext
 from confitune.nn import ContinualNet
@@ -39,11 +41,29 @@ def fit(
     >>> net.tasks["task1"].finished
     True
     """
-    TaskFit(net, task, method, settings or TrainSettings(), listener or Listener()).run()
+    settings, listener = settings or TrainSettings(), listener or Listener()
+    executor = Executor(net, settings, listener)
+    with executor.session():
+        TaskFit(net, task, method, settings, listener, executor=executor).run()
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """An epoch whose steps are on their way."""
+
+    stage: Stage
+    number: int
+    lr: float
+    readings: EpochReadings
 
 
 class TaskFit:
-    """One task's training, resumable after every epoch."""
+    """One task's training, resumable after every epoch.
+
+    Args:
+        index: of the task, from 0; default: the next one of the network.
+        executor: runs the steps, within its session; one that served earlier tasks has captured them already.
+    """
 
     def __init__(
         self,
@@ -53,6 +73,7 @@ class TaskFit:
         settings: TrainSettings,
         listener: Listener,
         index: int = -1,
+        executor: Executor | None = None,
     ) -> None:
         if method.norm != net.norm:
             raise ConfituneError(
@@ -61,9 +82,11 @@ class TaskFit:
             )
         if len(task.train) < 2:
             raise ConfituneError(f"task {task.name!r} has {len(task.train)} training image; batch norm needs 2 or more")
-        self.net, self.task, self.method, self.settings, self.listener = net, task, method, settings, listener
+        self.net, self.method, self.settings, self.listener = net, method, settings, listener
         self.index = len(net.tasks) if index < 0 else index
-        self.device = settings.torch_device()
+        self.executor = executor or Executor(net, settings, listener)
+        self.device = self.executor.device
+        self.task = place_task(task, self.device, settings.pixels)
         self.batch_size = min(settings.batch_size, len(task.train))
         self.epoch = 0  # epochs done
         if self.batch_size < settings.batch_size:
@@ -76,10 +99,11 @@ class TaskFit:
         if task.name not in net.tasks:
             net.add_task(task.name, task.classes, derived_generator(settings.seed, "head", self.index))
         net.set_task(task.name)
-        self.images = resident(task.train, self.device)
         self.stages = method.schedule(settings.epochs)
         self.parameters = self._trained_parameters()
         self.optimizer = self._optimizer()
+        self.step = TrainStep(net, self.task, method.penalties, self.optimizer, settings, self.device)
+        self._under_way: deque[_Epoch] = deque()
 
     @property
     def steps_an_epoch(self) -> int:
@@ -97,23 +121,24 @@ class TaskFit:
                     self._train_epoch(stage, epoch)
                     self.epoch = epoch + 1
                     after_epoch()
+                self.report()
                 self._unfreeze()
                 for penalty in self.method.penalties:
                     penalty.end_task(context)
                 torch.manual_seed(derived_seed(self.settings.seed, "pass", self.index))
-                order = self._order("pass", 0)
-                self.net.finish_task(x for x, _ in self._batches(order))
+                self.net.finish_task((pixels for pixels, _ in self._batches(self._order("pass", 0))), self._measure)
         finally:
             self._unfreeze()
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on after the last whole epoch; the network's own state is not in it."""
-        return {"epoch": self.epoch, "optimizer": self.optimizer.state_dict()}
+        return {"epoch": self.epoch, "optimizer": self.optimizer.state_dict()["state"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self.epoch = state["epoch"]
-        self.optimizer.load_state_dict(state["optimizer"])
+        # Its options are this machine's: a run may go on where there is no GPU.
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state["optimizer"]})
 
     def _remaining(self) -> Iterator[tuple[Stage, int]]:
         epoch = 0
@@ -129,63 +154,69 @@ class TaskFit:
                 epoch += 1
 
     def _train_epoch(self, stage: Stage, epoch: int) -> None:
-        started = time.perf_counter()
         settings, steps = self.settings, self.steps_an_epoch
         lr = settings.lr * settings.lr_factor(epoch)
+        self.executor.set_lr(lr)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = self.executor.lr
         # Everything random in an epoch comes from its own seeds, so an epoch can be repeated without what came before.
         torch.manual_seed(derived_seed(settings.seed, "epoch", self.index, epoch))
-        noise = derived_generator(settings.seed, "augment", self.index, epoch)
-        loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
-        right_sum = torch.zeros((), device=self.device, dtype=torch.int64)
+        chance = derived_generator(settings.seed, "augment", self.index, epoch)
+        noise = draw_noise(settings.augmentation, steps, self.batch_size, chance)
+        noise = None if noise is None else noise.to(self.device)
+        readings = EpochReadings(steps, self.device)
         self.net.train()
-        for step, (x, labels) in enumerate(self._batches(self._order("order", epoch))):
-            self.net.track(self._matters(epoch * steps + step))
-            loss, right = self._step(augment(x, settings.augmentation, noise), labels)
-            loss_sum += loss
-            right_sum += right
+        for step, (pixels, labels) in enumerate(self._batches(self._order("order", epoch))):
+            tracking = self._matters(epoch * steps + step)
+            self.net.track(tracking)
+            outcome = self.executor(
+                self.step.kind(stage.trains, tracking, self.index),
+                self.step.train,
+                *(pixels, labels, None if noise is None else noise[step]),
+            )
+            assert outcome is not None
+            readings.put(step, outcome)
             self.listener.step_done(step + 1, steps)
-        mean_loss = loss_sum.item() / steps
-        # The loss cannot show what the last step did to the weights.
-        ruined = "" if all(torch.isfinite(p).all() for p in self.net.parameters()) else ", its weights infinite"
-        if ruined or not torch.isfinite(loss_sum):
-            raise ConfituneError(
-                f"the loss of task {self.task.name!r} became {mean_loss}{ruined} in epoch {epoch + 1} (stage "
-                f"{stage.name!r}); try a learning rate below {lr:g}"
+        readings.close(self.net.parameters())
+        self._under_way.append(_Epoch(stage, epoch, lr, readings))
+        # A GPU's numbers are read when it is an epoch further, so that it never waits for Python.
+        self.report(all_but=1 if self.device.type == "cuda" else 0)
+
+    def report(self, all_but: int = 0) -> None:
+        """Read and tell what the epochs so far measured, but for the last few; stop if the numbers went bad."""
+        while len(self._under_way) > all_but:
+            done = self._under_way.popleft()
+            done.readings.wait()
+            self._require_finite(done)
+            seen = self.steps_an_epoch * self.batch_size
+            self.listener.epoch_ended(
+                EpochEnd(
+                    task=self.index,
+                    task_name=self.task.name,
+                    stage=done.stage.name,
+                    epoch=done.number,
+                    epochs=self.settings.epochs,
+                    loss=done.readings.loss,
+                    accuracy=100.0 * done.readings.right / seen,
+                    lr=done.lr,
+                    seconds=done.readings.seconds,
+                    images=seen,
+                )
             )
-        seen = steps * self.batch_size
-        self.listener.epoch_ended(
-            EpochEnd(
-                task=self.index,
-                task_name=self.task.name,
-                stage=stage.name,
-                epoch=epoch,
-                epochs=settings.epochs,
-                loss=mean_loss,
-                accuracy=100.0 * right_sum.item() / seen,
-                lr=lr,
-                seconds=time.perf_counter() - started,
-                images=seen,
-            )
+
+    def _require_finite(self, done: _Epoch) -> None:
+        bad, readings = done.readings.first_bad_step, done.readings
+        if bad is None and readings.weights_finite:
+            return
+        ruined = "" if readings.weights_finite else ", its weights infinite"
+        at = "" if bad is None else f" from step {bad + 1} of {self.steps_an_epoch} on"
+        raise ConfituneError(
+            f"the loss of task {self.task.name!r} became {readings.loss}{ruined} in epoch {done.number + 1}{at} (stage "
+            f"{done.stage.name!r}); try a learning rate below {done.lr:g}"
         )
 
-    def _step(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        net, penalties = self.net, self.method.penalties
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
-            logits = net(x)
-        loss = classification_loss(logits, labels, self.task.groups)
-        terms = [term for p in penalties if (term := p.output_loss(logits, labels)) is not None]
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.stack([loss, *terms]).sum().backward()  # type: ignore[no-untyped-call]
-        for penalty in penalties:
-            penalty.read_gradients(net)
-        for penalty in penalties:
-            penalty.add_gradients(net)
-        self.optimizer.step()
-        for penalty in penalties:
-            penalty.after_step(net)
-        return loss.detach(), count_right(logits.detach(), labels, self.task.groups).sum()
+    def _measure(self, pixels: Tensor) -> None:
+        self.executor(("measure", self.task.preprocess), self.step.measure, pixels)
 
     def _matters(self, step: int) -> bool:
         """Whether a step weighs anything in the final average of the input statistics."""
@@ -201,7 +232,7 @@ class TaskFit:
         return order[: self.steps_an_epoch * self.batch_size]
 
     def _batches(self, order: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        return batches(self.images, self.task.preprocess, self.batch_size, self.device, order)
+        return batches(self.task.train, self.batch_size, self.device, order)
 
     def _trained_parameters(self) -> dict[str, list[nn.Parameter]]:
         net = self.net
@@ -214,11 +245,14 @@ class TaskFit:
             if any(part in stage.trains for stage in self.stages)
             for parameter in parameters
         ]
-        settings = self.settings
+        settings, lr = self.settings, self.executor.lr
+        on_gpu: dict[str, Any] = {"fused": True} if self.device.type == "cuda" else {}
         if settings.optimizer == "sgd":
-            return torch.optim.SGD(trained, settings.lr, settings.momentum, weight_decay=settings.weight_decay)
+            return torch.optim.SGD(trained, lr, settings.momentum, weight_decay=settings.weight_decay, **on_gpu)
+        if on_gpu:
+            on_gpu["capturable"] = True
         adam = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-        return adam(trained, settings.lr, weight_decay=settings.weight_decay)
+        return adam(trained, lr, weight_decay=settings.weight_decay, **on_gpu)
 
     def _freeze(self, trains: frozenset[Any]) -> None:
         """Only `trains` gets gradients: backward then stops where nothing below is trained."""
@@ -236,6 +270,7 @@ class TaskFit:
             TaskFit(other, self.task, bare, self.settings, Listener(), self.index).run()
 
         def stored_order(size: int) -> Iterator[tuple[Tensor, Tensor]]:
-            return batches(self.images, self.task.preprocess, size, self.device)
+            for pixels, labels in batches(self.task.train, size, self.device):
+                yield self.task.preprocess(pixels).contiguous(memory_format=torch.channels_last), labels
 
         return TaskContext(self.net, self.index, len(self.task.train), stored_order, train)

@@ -56,7 +56,10 @@ class Recipe(TrainOptions):
 
     def identity(self, method: str, seed: int, weights_sha256: str) -> dict[str, Any]:
         """What determines a run's result: compared before a result is taken for this run's."""
-        settings = self.train_settings(seed).model_dump(mode="json", exclude={"device", "eval_batch_size"})
+        train = self.train_settings(seed)
+        how = {"device", "step", "pixels", "deterministic", "eval_batch_size"}  # may change last bits, no more
+        settings = train.model_dump(mode="json", exclude=how)
+        settings["precision"] = "bf16" if train.bf16(train.torch_device()) else "fp32"
         xconv = create_method(method).norm == "xconv"
         return {
             "dataset": self.dataset,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ class Penalty:
     """Base of the regularisation methods; every hook does nothing unless overridden.
 
     The order in one step: forward, `output_loss`, backward, `read_gradients`, `add_gradients`, step, `after_step`.
+
+    On a GPU these five run inside a captured graph, so they work on tensors only: they wait for nothing (no `.item()`,
+    no `if` on a value), and what they keep from step to step is changed in place.
     """
 
     def begin_task(self, context: TaskContext) -> None:
@@ -43,6 +46,14 @@ class Penalty:
 
     def after_step(self, net: ContinualNet) -> None:
         """Parameters have moved."""
+
+    def captured_kind(self, index: int) -> Hashable:
+        """What a captured step depends on besides the values of tensors; a new kind is captured anew.
+
+        By default every task (`index`, from 0) is captured for itself. A penalty whose tensors stay where they are and
+        which does the same in all tasks returns a constant, and one capture serves them all.
+        """
+        return index
 
     def end_task(self, context: TaskContext) -> None:
         """After the last step of a task; the network is not finished with it yet."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -89,7 +89,10 @@ class ContinualNet(TaskSlots):
         self.kind = (norm, means, statistics) if norm == "xconv" else (norm,)
         self.momentum = momentum
         self.conversion = conversion
+        self.compiled: Callable[[Tensor], Tensor] | None = None  # runs the backbone in training where it is set
         self._moves = 0  # counts what tensor versions do not see: graph replays
+        self._sums: list[Tensor] = []  # of batch moments, while measuring; then kept for the next time
+        self._measuring = False
         self.train(self.training)
 
     # ---- learning a task -------------------------------------------------------------------------------------------
@@ -119,11 +122,14 @@ class ContinualNet(TaskSlots):
         self._current = name
         self._recovered_at = None
 
-    def finish_task(self, batches: Iterable[Tensor] | None = None) -> None:
+    def finish_task(
+        self, batches: Iterable[Tensor] | None = None, forward: Callable[[Tensor], object] | None = None
+    ) -> None:
         """End the current task's training: measure what is to be measured, and store its state for good.
 
         Args:
             batches: the task's training inputs in batches of the training size; needed for statistics='pass'.
+            forward: how a batch goes through the network, see `measure`.
         """
         name = self.current_task
         entry = self.tasks[name]
@@ -132,8 +138,8 @@ class ContinualNet(TaskSlots):
         if self.norm == "xconv" and self.statistics == "pass":
             if batches is None:
                 raise ConfituneError("statistics='pass' needs the task's training batches: finish_task(batches)")
-            self.measure(batches)
-        if any(int(statistics.batches) == 0 for statistics in self._memory.statistics.values()):
+            self.measure(batches, forward)
+        if any(not statistics.batches for statistics in self._memory.statistics.values()):
             raise ConfituneError(f"task {name!r} has seen no training batch: train it before finishing it")
         self._memory.store(entry, self.head, finished=True)
         entry.image_size = self._image_size
@@ -149,38 +155,76 @@ class ContinualNet(TaskSlots):
         self._memory.store(self.tasks[name], self.head, finished=False)
 
     @torch.no_grad()
-    def measure(self, batches: Iterable[Tensor]) -> None:
+    def measure(self, batches: Iterable[Tensor], forward: Callable[[Tensor], object] | None = None) -> None:
         """Statistics of the current task with the current weights: a cumulative average over `batches`.
 
         In training mode, because batch moments are part of what was trained.
+
+        Args:
+            batches: inputs, or whatever `forward` takes.
+            forward: takes a batch through this network, preprocessed, compiled or captured; default: the network.
         """
         was_training, norms = self.training, [m for m in self._memory.norms.values() if m.track_running_stats]
-        momenta = [norm.momentum for norm in norms]
-        tracked = [statistics.tracking for statistics in self._memory.statistics.values()]
+        statistics = list(self._memory.statistics.values())
+        momenta, tracked = [norm.momentum for norm in norms], [s.tracking for s in statistics]
+        moments = [moment for norm in norms for moment in _moments(norm)]
+        if [sum_.device for sum_ in self._sums] != [moment.device for moment in moments]:
+            self._sums = [torch.empty_like(moment) for moment in moments]
         self.track(True)
         self._reset_statistics()
-        for statistics in self._memory.statistics.values():
-            statistics.cumulative = True
-        for norm in norms:
-            norm.momentum = None  # BN's own cumulative average
-            assert norm.num_batches_tracked is not None
-            norm.num_batches_tracked.zero_()
         self.train()
+        batches_seen = 0
         try:
+            for s in statistics:
+                s.cumulative = True
+            for norm in norms:
+                norm.momentum = 1.0  # running moments become the batch's own; `forward` adds them up
+            for sum_ in self._sums:
+                sum_.zero_()
+            self._measuring = True
             for batch in batches:
-                self(batch)
+                (forward or self)(batch)
+                batches_seen += 1
+            if batches_seen:
+                torch._foreach_div_(self._sums, batches_seen)
+                torch._foreach_copy_(moments, self._sums)
+            for s in statistics:
+                s.fold()
         finally:
+            self._measuring = False
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
-            for statistics, tracking in zip(self._memory.statistics.values(), tracked, strict=True):
-                statistics.cumulative = statistics.momentum is None
-                statistics.tracking = tracking
+            for s, tracking in zip(statistics, tracked, strict=True):
+                s.cumulative = s.momentum is None
+                s.tracking = tracking
             self.train(was_training)
 
     def track(self, on: bool) -> None:
         """Switch the input statistics on or off; an exponential average needs only a task's last steps."""
         for statistics in self._memory.statistics.values():
             statistics.tracking = on
+
+    def remembered(self) -> tuple[Size | None, list[Size | None]]:
+        """What Python remembers of a training step besides tensors: the sizes it saw."""
+        return self._image_size, [statistics.size for statistics in self._memory.statistics.values()]
+
+    def replayed(self, remembered: tuple[Size | None, list[Size | None]]) -> None:
+        """Say that a training step ran as a captured graph, unseen by Python: weights and statistics moved.
+
+        Args:
+            remembered: from right after the capture.
+        """
+        self._moves += 1
+        self._image_size, sizes = remembered
+        for statistics, size in zip(self._memory.statistics.values(), sizes, strict=True):
+            if statistics.tracking and statistics.size is None and size is not None:
+                statistics.resize(size)
+        self._count_batch()
+
+    def _count_batch(self) -> None:
+        for statistics in self._memory.statistics.values():
+            if statistics.tracking:
+                statistics.count()
 
     def _reset_statistics(self) -> None:
         for statistics in self._memory.statistics.values():
@@ -190,7 +234,7 @@ class ContinualNet(TaskSlots):
     # ---- using it --------------------------------------------------------------------------------------------------
 
     def weights_moved(self) -> None:
-        """Say that weights changed where tensor versions do not show it (a graph replay)."""
+        """Say that weights changed where tensor versions do not show it."""
         self._moves += 1
 
     @torch.no_grad()
@@ -203,10 +247,9 @@ class ContinualNet(TaskSlots):
         key = (self.current_task, self._weights_key())
         if not self.tasks[self.current_task].finished or self._recovered_at == key:
             return
-        for norm in self._memory.norms.values():
-            if isinstance(norm, XconvNorm):
-                assert norm.running_mean is not None
-                norm.running_mean.copy_(norm.recovered_mean())
+        norms = [norm for norm in self._memory.norms.values() if isinstance(norm, XconvNorm)]
+        if norms:
+            torch._foreach_copy_([_moments(norm)[0] for norm in norms], [norm.recovered_mean() for norm in norms])
         self._recovered_at = key
 
     def forward(self, x: Tensor, task: str | Tensor | None = None) -> Tensor:
@@ -229,7 +272,15 @@ class ContinualNet(TaskSlots):
             raise ConfituneError(f"task {name!r} is finished; reopen({name!r}) to train it on")
         else:
             self._image_size = _plane(x)
-        logits: Tensor = self.head(self.backbone(x))
+        if self.training and self.compiled is not None:
+            features = self.compiled(x)
+            self._count_batch()
+        else:
+            features = self.backbone(x)
+        if self._measuring:
+            norms = [norm for norm in self._memory.norms.values() if norm.track_running_stats]
+            torch._foreach_add_(self._sums, [moment for norm in norms for moment in _moments(norm)])
+        logits: Tensor = self.head(features)
         return logits
 
     def _forward_mixed(self, x: Tensor, index: Tensor) -> Tensor:
@@ -286,6 +337,12 @@ class ContinualNet(TaskSlots):
         """Everything in the backbone that is not a batch norm's: convolutions, and Linear layers if there are any."""
         norm = set(map(id, self.norm_parameters()))
         return [p for p in self.backbone.parameters() if id(p) not in norm]
+
+
+def _moments(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    return norm.running_mean, norm.running_var
 
 
 def _plane(x: Tensor) -> Size | None:

@@ -6,15 +6,16 @@ is measured once and both hold views.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
 from confitune.nn.geometry import ConvGeometry, Means, Size
-from confitune.nn.recovery import window_means_from_phases
+from confitune.nn.recovery import on_device, window_means_from_phases
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class InputMeans(nn.Module):
     Buffers are not persistent, so a converted network has the keys of the original; `ContinualNet` saves them.
     """
 
-    batches: Tensor
+    share: Tensor
 
     def __init__(self, channels: int, geometries: Sequence[ConvGeometry], means: Means, momentum: float | None) -> None:
         super().__init__()
@@ -43,25 +44,59 @@ class InputMeans(nn.Module):
         self.tracking = True
         self.cumulative = momentum is None
         self.size: Size | None = None
+        self.batches = 0  # seen since the last reset
+        self._pending = 0  # of them, how many are in `_plane` and not yet in the tables
         self._owners, self.readers = _share(geometries, means)
         for table, owner in enumerate(self._owners):
             shape = owner.kernel if means == "window" else owner.stride
             self.register_buffer(f"table{table}", torch.zeros(channels, *shape), persistent=False)
-        self.register_buffer("batches", torch.zeros((), dtype=torch.int64), persistent=False)
-        self._averages: dict[tuple[Size, torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        self.register_buffer("share", torch.ones(()), persistent=False)  # of the next batch in an exponential average
+        self._share_is = 1.0
+        self._plane = torch.empty(0)  # [H, W, C]: what the pending batches add up to
+        self._planes: dict[Size, Tensor] = {}  # one per size, at an address that captured graphs can rely on
 
     @property
     def tables(self) -> list[Tensor]:
         """The distinct tables, at fixed addresses."""
+        self.fold()
+        return self._tables
+
+    @property
+    def _tables(self) -> list[Tensor]:
         return [self.get_buffer(f"table{index}") for index in range(len(self._owners))]
 
+    def live_state(self) -> dict[str, Any]:
+        """Everything, exactly as it is: going on from it gives the same bits."""
+        return {
+            "tables": [table.clone() for table in self._tables],
+            "size": self.size,
+            "batches": self.batches,
+            "pending": self._pending,
+            "plane": self._plane.clone() if self._pending else None,
+        }
+
     @torch.no_grad()
+    def load_live_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `live_state` gave."""
+        self.restore(state["size"], state["batches"])
+        torch._foreach_copy_(self._tables, list(state["tables"]))
+        if state["pending"]:
+            self.resize(state["size"])
+            self._plane.copy_(state["plane"])
+            self._pending = state["pending"]
+
     def reset(self) -> None:
         """Forget everything; the next tracked batch sets the tables."""
-        self.batches.zero_()
+        self.restore(None, 0)
         for table in self.tables:
             table.zero_()
-        self.size = None
+
+    def restore(self, size: Size | None, batches: int) -> None:
+        """What was live is replaced: by tables of so many batches, measured at `size`, that the caller puts in."""
+        if self._pending:
+            self._plane.zero_()
+        self.size, self.batches, self._pending = size, batches, 0
+        self._set_share()
 
     @torch.no_grad()
     def observe(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -73,26 +108,69 @@ class InputMeans(nn.Module):
             x = x[:, :, None, None]
         size = (x.shape[-2], x.shape[-1])
         if self.size is None:
-            self.size = size
+            self.resize(size)
         elif self.size != size:
             raise ConfituneError(
                 f"a layer saw inputs of {self.size[0]}x{self.size[1]} and then of {size[0]}x{size[1]} in one task; "
                 "its input statistics hold for one size: resize all images of a task alike"
             )
-        table = self.tables[0]
-        with torch.autocast(x.device.type, enabled=False):
-            # The one pass over the input; all else is 1/batch of its size. Channels last, so that few and large matrix
-            # products follow instead of one tiny one per channel.
-            plane = x.mean(0, dtype=table.dtype).permute(1, 2, 0).reshape(size[0], -1)
-            if self.cumulative:
-                share = 1 / (self.batches + 1).to(table.dtype)
-            else:
-                assert self.momentum is not None
-                share = torch.where(self.batches == 0, table.new_ones(()), self.momentum)
-            for table, (rows, columns) in zip(self.tables, self._averaging(size, plane), strict=True):
-                averaged = columns @ (rows @ plane).view(len(rows), size[1], self.channels)  # [I, J, C]
-                table.lerp_(averaged.permute(2, 0, 1), share)
+        # The one pass over the input. Averages are linear, so they are taken of whole planes here, two kernels a layer,
+        # and of windows or phases in `fold`.
+        plane = x.movedim(1, -1).mean(0, dtype=self._plane.dtype)
+        if self.cumulative:
+            self._plane.add_(plane)
+        else:
+            self._plane.lerp_(plane, self.share)
+        if not torch.compiler.is_compiling():
+            self.count()
+
+    def count(self) -> None:
+        """One more batch was taken in: said by `observe`, or by who ran it as compiled or captured code."""
         self.batches += 1
+        self._pending += 1
+        self._set_share()
+
+    def resize(self, size: Size) -> None:
+        """Take in planes of this size from now on."""
+        self.fold()
+        table, plane = self.get_buffer("table0"), self._planes.get(size)
+        if plane is None or plane.device != table.device or plane.dtype != table.dtype:
+            plane = self._planes[size] = table.new_zeros(*size, self.channels)
+        self.size, self._plane = size, plane
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Bring the tables up to date."""
+        if not self._pending:
+            return
+        assert self.size is not None
+        earlier = self.batches - self._pending
+        if self.cumulative:
+            keep, add = earlier / self.batches, 1 / self.batches
+        else:
+            assert self.momentum is not None
+            keep, add = (1 - self.momentum) ** self._pending if earlier else 0.0, 1.0
+        rows_of, columns_of = (self._plane.shape[0], -1), (-1, self.size[1], self.channels)
+        for index, owner in enumerate(self._owners):
+            of = owner.taps if self.means == "window" else owner.phases
+            rows, columns = (on_device(of, axis, self.size[axis], self._plane) for axis in (0, 1))
+            averaged = columns @ (rows @ self._plane.reshape(rows_of)).view(columns_of)  # [I, J, C]
+            self._tables[index].mul_(keep).add_(averaged.permute(2, 0, 1), alpha=add)
+        self._plane.zero_()
+        self._pending = 0
+
+    def _set_share(self) -> None:
+        share = 1.0 if not self.batches or self.momentum is None else self.momentum
+        if share != self._share_is:
+            self.share.fill_(share)
+            self._share_is = share
+
+    def _apply(self, fn: Any, recurse: bool = True) -> InputMeans:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._planes = {size: fn(plane) for size, plane in self._planes.items()}
+        if self.size in self._planes:
+            self._plane = self._planes[self.size]
+        return self
 
     def view(self, reader: int, tables: Sequence[Tensor] | None = None) -> Tensor:
         """The part of the tables that one reading convolution needs (of `tables`, or of the live ones)."""
@@ -108,20 +186,6 @@ class InputMeans(nn.Module):
         if size is None:
             raise ConfituneError("no input statistics yet: train the task (at least one batch) first")
         return window_means_from_phases(part, self.readers[reader].geometry, size)
-
-    def _averaging(self, size: Size, like: Tensor) -> list[tuple[Tensor, Tensor]]:
-        key = (size, like.device, like.dtype)
-        if key not in self._averages:
-            self._averages[key] = [
-                (owner_rows.to(like), owner_columns.to(like))
-                for owner_rows, owner_columns in (
-                    (owner.taps(0, size[0]), owner.taps(1, size[1]))
-                    if self.means == "window"
-                    else (owner.phases(0, size[0]), owner.phases(1, size[1]))
-                    for owner in self._owners
-                )
-            ]
-        return self._averages[key]
 
     def extra_repr(self) -> str:
         return f"{self.channels}, means={self.means}, tables={[tuple(t.shape) for t in self.tables]}"

@@ -82,22 +82,22 @@ class TaskMemory:
 
     def store(self, entry: TaskEntry, head: nn.Linear, finished: bool) -> None:
         """Pack the live slot into `entry`."""
+        for statistics in self.statistics.values():
+            statistics.fold()
         parts = [slot.tensor for slot in self._slots(finished)] + [head.weight.detach(), head.bias.detach()]
         entry.row = torch.cat([part.reshape(-1) for part in parts])
         entry.finished = finished
         entry.sizes = tuple(statistics.size for statistics in self.statistics.values())
-        entry.batches = tuple(int(statistics.batches) for statistics in self.statistics.values())
+        entry.batches = tuple(statistics.batches for statistics in self.statistics.values())
 
     @torch.no_grad()
     def load(self, entry: TaskEntry, head: nn.Linear) -> None:
         """Copy a task's row into the live slot; layers that recover their mean keep a stale one until prepared."""
         slots = self._slots(entry.finished)
         live = [slot.tensor for slot in slots] + [head.weight.detach(), head.bias.detach()]
-        for target, part in zip(live, _split(entry.row, [tuple(t.shape) for t in live]), strict=True):
-            target.copy_(part)
+        torch._foreach_copy_(live, _split(entry.row, [tuple(t.shape) for t in live]))
         for statistics, size, batches in zip(self.statistics.values(), entry.sizes, entry.batches, strict=True):
-            statistics.size = size
-            statistics.batches.fill_(batches)
+            statistics.restore(size, batches)
 
     def named_parts(self, entry: TaskEntry) -> dict[str, Tensor]:
         """The row as named views: keys name layers, never the task, so a saved task can be renamed or moved."""

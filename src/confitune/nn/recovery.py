@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
 from confitune.nn.geometry import ConvGeometry, Size
@@ -29,5 +33,17 @@ def window_means_from_phases(phase_means: Tensor, geometry: ConvGeometry, size: 
 
     Same number as building the map, running the convolution on it and averaging the output (Eq. 9), without the map.
     """
-    rows, columns = (geometry.window_from_phases(axis, size[axis]).to(phase_means) for axis in (0, 1))
+    rows, columns = (on_device(geometry.window_from_phases, axis, size[axis], phase_means) for axis in (0, 1))
     return rows @ phase_means @ columns.T
+
+
+def on_device(matrix: Callable[[int, int], Tensor], axis: int, size: int, like: Tensor) -> Tensor:
+    """A geometry's matrix of one axis where `like` is: made and copied once, since a copy would make a GPU wait."""
+    return _made(matrix, axis, size, like.device, like.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _made(
+    matrix: Callable[[int, int], Tensor], axis: int, size: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    return matrix(axis, size).to(device, dtype)

@@ -55,24 +55,18 @@ def memory_to_state(memory: TaskMemory, current: str | None, image_size: Size | 
         "current": current,
         "image_size": image_size,
         "tasks": {name: dict(vars(entry)) for name, entry in memory.tasks.items()},
-        "live": [
-            {"tables": [table.clone() for table in s.tables], "batches": int(s.batches), "size": s.size}
-            for s in memory.statistics.values()
-        ],
+        "live": [statistics.live_state() for statistics in memory.statistics.values()],
     }
 
 
 @torch.no_grad()
 def memory_from_state(memory: TaskMemory, state: Mapping[str, Any], like: Tensor) -> None:
     """Put back what `memory_to_state` took."""
-    shapes = [[table.shape for table in statistics.tables] for statistics in memory.statistics.values()]
+    shapes = [[table.shape for table in statistics._tables] for statistics in memory.statistics.values()]
     if [[table.shape for table in live["tables"]] for live in state["live"]] != shapes:
         raise ConfituneError("the state's input statistics belong to other layers: is it the state of another network?")
     memory.tasks.clear()
     for name, values in state["tasks"].items():
         memory.tasks[name] = TaskEntry(**{**values, "row": values["row"].to(like.device, copy=True)})
     for statistics, live in zip(memory.statistics.values(), state["live"], strict=True):
-        statistics.size = live["size"]
-        statistics.batches.fill_(live["batches"])
-        for table, saved in zip(statistics.tables, live["tables"], strict=True):
-            table.copy_(saved)
+        statistics.load_live_state(live)

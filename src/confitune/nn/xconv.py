@@ -94,7 +94,7 @@ class XconvNorm(TaskNorm):
         Without a task: from the statistics that are live in the layer.
         """
         if task is None:
-            if int(self.input_statistics.batches) == 0:
+            if not self.input_statistics.batches:
                 raise ConfituneError("no input statistics yet: run training batches through the network first")
             means = self.input_statistics.window_means(self._reader)
         else:

@@ -7,6 +7,7 @@ Images are stored as bytes (see `store.py`); this is the last step, done batch b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Preprocess:
                 raise DataError(f"{option} must be at least one pixel or None: got {value}")
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Bytes [N,3,H,W] to normalised float32; float input is returned as it is.
+        """Bytes [N,3,H,W] to normalised float32, channels last; float input is returned as it is.
 
         Float pixels come from a user's own transform, which has resized and normalised them already.
         """
@@ -60,17 +61,20 @@ class Preprocess:
                 f"expected uint8 pixels of shape [N, 3, H, W], got {pixels.dtype} {list(pixels.shape)}; "
                 "convert the images or normalise them to float yourself"
             )
-        values = pixels.to(torch.float32)
+        values = pixels.to(torch.float32, memory_format=torch.channels_last)
         if self.resize is not None:
             values = _resize_short_side(values, self.resize)
         if self.crop is not None:
             values = _centre_crop(values, self.crop)
-        # One channel at a time with plain numbers: tensors of means would have to be copied to the device for every
-        # batch, which is slow and cannot be captured in a CUDA graph.
-        values = values.contiguous().div_(255.0)
-        for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
-            values[:, channel].sub_(mean).div_(std)
-        return values
+        scale, shift = _scale_and_shift(self.mean, self.std, values.device)
+        return torch.addcmul(shift, values, scale)
+
+
+@lru_cache(maxsize=64)  # copied to the device once: a copy for every batch would be slow and cannot be captured
+def _scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(x / 255 - mean) / std as x * scale + shift, shaped to broadcast over images."""
+    means, stds = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in (mean, std))
+    return (1 / (255 * stds)).to(device, torch.float32), (-means / stds).to(device, torch.float32)
 
 
 def _resize_short_side(values: Tensor, side: int) -> Tensor:

@@ -1,0 +1,91 @@
+"""What an epoch measured, read from the device without making it wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class EpochReadings:
+    """Loss and right answers of every step, and whether the weights are still finite at the end."""
+
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self._steps = steps
+        self._on_device = torch.zeros(steps + 1, 2, device=device)
+        self._began, self._ended = _Moment(device), _Moment(device)
+        self._began.now()
+
+    def put(self, step: int, outcome: Tensor) -> None:
+        """What the step gave."""
+        self._on_device[step].copy_(outcome)
+
+    def close(self, weights: Iterable[Tensor]) -> None:
+        """The epoch's last step is on its way: start reading."""
+        largest = torch._foreach_norm([weight.detach() for weight in weights], float("inf"))
+        # The loss cannot show what the last step did to the weights.
+        self._on_device[self._steps, 0] = torch.stack(largest).isfinite().all()
+        self._ended.now()
+        if self._on_device.device.type == "cuda":
+            self._read = torch.empty(self._on_device.shape, pin_memory=True)
+            self._read.copy_(self._on_device, non_blocking=True)
+            self._copied = _Moment(self._on_device.device)
+            self._copied.now()
+        else:
+            self._read = self._on_device
+
+    def wait(self) -> None:
+        """Until the device has done all steps and its numbers are here."""
+        if self._on_device.device.type == "cuda":
+            self._copied.wait()
+
+    @property
+    def loss(self) -> float:
+        """Mean over the steps."""
+        return self._read[: self._steps, 0].double().mean().item()
+
+    @property
+    def right(self) -> int:
+        """Images answered rightly."""
+        return int(self._read[: self._steps, 1].double().sum().item())
+
+    @property
+    def first_bad_step(self) -> int | None:
+        """The first step (from 0) whose loss was not finite."""
+        bad = (~self._read[: self._steps, 0].isfinite()).nonzero()
+        return int(bad[0]) if len(bad) else None
+
+    @property
+    def weights_finite(self) -> bool:
+        """Whether every weight was finite at the end."""
+        return bool(self._read[self._steps, 0] == 1)
+
+    @property
+    def seconds(self) -> float:
+        """From the first step's start to the last one's end, where the work was done."""
+        return self._began.until(self._ended)
+
+
+class _Moment:
+    """A moment in a device's work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._clock = 0.0
+
+    def now(self) -> None:
+        if self._event is not None:
+            self._event.record()
+        else:
+            self._clock = time.perf_counter()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def until(self, later: _Moment) -> float:
+        if self._event is not None and later._event is not None:
+            return float(self._event.elapsed_time(later._event)) / 1000
+        return later._clock - self._clock
