@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from confitune.engine.events import Listener
 from confitune.engine.settings import TrainSettings
 from confitune.nn import ContinualNet
 
-_DIRECT_FIRST = 2  # direct steps of a kind before it is captured: libraries choose their algorithms there
+# The first step of a kind is plain Python, which settles sizes; the second may be compiled; both let libraries choose
+# their algorithms. The third is captured.
+_NOT_CAPTURED = 2
 
 Inputs = tuple[Tensor | None, ...]
 
@@ -56,12 +59,12 @@ class Executor:
         self._seen: Counter[Hashable] = Counter()
         self._pool: object = None
         self._captures = self.mode != "eager" and self.device.type == "cuda"
-        self._compiled = _compiled(net) if self.mode == "compile" else None
+        self._compiled: dict[Hashable, Callable[[Tensor], Tensor]] = {}
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """Within, steps may be run: library switches as the settings ask, and a stream of this network's own."""
-        with _library_switches(self.settings.deterministic), _own_stream(self.device):
+        with library_switches(self.settings, self.mode), _own_stream(self.device):
             yield
 
     def set_lr(self, lr: float) -> None:
@@ -79,20 +82,26 @@ class Executor:
             function: launches work on the device and waits for nothing.
         """
         kind = (kind, tuple(None if x is None else (x.shape, x.dtype) for x in inputs))
-        self.net.compiled = self._compiled
-        try:
-            if kind not in self._graphs:
-                self._seen[kind] += 1
-                if not self._captures or self._seen[kind] <= _DIRECT_FIRST:
-                    return function(*inputs)
-                if not self._capture(kind, function, inputs):
-                    return function(*inputs)
+        if kind in self._graphs:
+            output = self._replay(kind, inputs)
+            self.net.replayed(self._graphs[kind].remembered)
+            return output
+        self._seen[kind] += 1
+        with self._compiling(kind):
+            if self._captures and self._seen[kind] > _NOT_CAPTURED and self._capture(kind, function, inputs):
                 return self._replay(kind, inputs)  # a capture runs nothing, though Python has counted it
+            return function(*inputs)
+
+    @contextmanager
+    def _compiling(self, kind: Hashable) -> Iterator[None]:
+        if self.mode == "compile" and self._seen[kind] > 1 and self.net.sizes_known:
+            if kind not in self._compiled:
+                self._compiled[kind] = _compiled(self.net)
+            self.net.compiled = self._compiled[kind]
+        try:
+            yield
         finally:
             self.net.compiled = None
-        output = self._replay(kind, inputs)
-        self.net.replayed(self._graphs[kind].remembered)
-        return output
 
     def _replay(self, kind: Hashable, inputs: Inputs) -> Tensor | None:
         captured = self._graphs[kind]
@@ -125,12 +134,19 @@ class Executor:
 
 
 def _compiled(net: ContinualNet) -> Callable[[Tensor], Tensor]:
-    import torch._dynamo.config as dynamo  # slow to import, and needed by this mode only
+    """The backbone, compiled for one kind of step.
 
-    # Every stage is compiled for itself, and every seed's network again: more than the default lets pass.
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 64)  # type: ignore[has-type]
+    Each time with a code object of its own, which is what torch.compile keeps its results by: it does not see that a
+    parameter was frozen or thawed in between (torch 2.11), and would run the code of another stage.
+    """
     backbone = net.backbone
-    compiled: Callable[[Tensor], Tensor] = torch.compile(lambda x: backbone(x), dynamic=False)
+
+    def forward(x: Tensor) -> Tensor:
+        features: Tensor = backbone(x)
+        return features
+
+    own = FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
+    compiled: Callable[[Tensor], Tensor] = torch.compile(own, dynamic=False)
     return compiled
 
 
@@ -150,8 +166,9 @@ def _own_stream(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _library_switches(deterministic: bool) -> Iterator[None]:
-    cudnn = torch.backends.cudnn
+def library_switches(settings: TrainSettings, mode: str) -> Iterator[None]:
+    """Within, torch's own switches are as the settings ask; they are the whole process's."""
+    deterministic, cudnn = settings.deterministic, torch.backends.cudnn
     before = (
         cudnn.benchmark,
         cudnn.deterministic,
@@ -163,7 +180,8 @@ def _library_switches(deterministic: bool) -> Iterator[None]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    cudnn.benchmark, cudnn.deterministic = not deterministic, deterministic
+    # Trying algorithms takes seconds and gains a percent: for long runs only.
+    cudnn.benchmark, cudnn.deterministic = mode == "compile" and not deterministic, deterministic
     try:
         yield
     finally:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -204,6 +205,11 @@ class ContinualNet(TaskSlots):
         for statistics in self._memory.statistics.values():
             statistics.tracking = on
 
+    @property
+    def sizes_known(self) -> bool:
+        """Whether every input statistic that is tracked has seen its tensor's size."""
+        return all(s.size is not None for s in self._memory.statistics.values() if s.tracking)
+
     def remembered(self) -> tuple[Size | None, list[Size | None]]:
         """What Python remembers of a training step besides tensors: the sizes it saw."""
         return self._image_size, [statistics.size for statistics in self._memory.statistics.values()]
@@ -272,16 +278,39 @@ class ContinualNet(TaskSlots):
             raise ConfituneError(f"task {name!r} is finished; reopen({name!r}) to train it on")
         else:
             self._image_size = _plane(x)
-        if self.training and self.compiled is not None:
-            features = self.compiled(x)
-            self._count_batch()
-        else:
-            features = self.backbone(x)
+        features = self._train_backbone(x) if self.training else self.backbone(x)
+        logits: Tensor = self.head(features)
+        return logits
+
+    def _train_backbone(self, x: Tensor) -> Tensor:
+        with self._counters_aside():
+            if self.compiled is not None:
+                features = self.compiled(x)
+                self._count_batch()
+            else:
+                features = self.backbone(x)
         if self._measuring:
             norms = [norm for norm in self._memory.norms.values() if norm.track_running_stats]
             torch._foreach_add_(self._sums, [moment for norm in norms for moment in _moments(norm)])
-        logits: Tensor = self.head(features)
-        return logits
+        return features
+
+    @contextmanager
+    def _counters_aside(self) -> Iterator[None]:
+        """Batch norms count their batches one kernel each, and use it only without a momentum: count in one instead."""
+        norms = [m for m in self._batch_norms() if m.training and m.momentum is not None]
+        counted = [(norm, norm.num_batches_tracked) for norm in norms if norm.num_batches_tracked is not None]
+        for norm, _ in counted:
+            norm.num_batches_tracked = None
+        try:
+            yield
+        finally:
+            for norm, counter in counted:
+                norm.num_batches_tracked = counter
+        if counted:
+            torch._foreach_add_([counter for _, counter in counted], 1)
+
+    def _batch_norms(self) -> list[_BatchNorm]:
+        return [module for module in self.backbone.modules() if isinstance(module, _BatchNorm)]
 
     def _forward_mixed(self, x: Tensor, index: Tensor) -> Tensor:
         if self.training:
@@ -323,15 +352,13 @@ class ContinualNet(TaskSlots):
         """As in torch; frozen batch norms stay in evaluation mode."""
         super().train(mode)
         if self.norm == "frozen":
-            for module in self.backbone.modules():
-                if isinstance(module, _BatchNorm):
-                    module.eval()
+            for module in self._batch_norms():
+                module.eval()
         return self
 
     def norm_parameters(self) -> list[nn.Parameter]:
         """Affine parameters of all batch norms."""
-        norms = [m for m in self.backbone.modules() if isinstance(m, _BatchNorm)]
-        return [p for norm in norms for p in norm.parameters(recurse=False)]
+        return [p for norm in self._batch_norms() for p in norm.parameters(recurse=False)]
 
     def conv_parameters(self) -> list[nn.Parameter]:
         """Everything in the backbone that is not a batch norm's: convolutions, and Linear layers if there are any."""

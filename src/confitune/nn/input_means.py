@@ -114,13 +114,7 @@ class InputMeans(nn.Module):
                 f"a layer saw inputs of {self.size[0]}x{self.size[1]} and then of {size[0]}x{size[1]} in one task; "
                 "its input statistics hold for one size: resize all images of a task alike"
             )
-        # The one pass over the input. Averages are linear, so they are taken of whole planes here, two kernels a layer,
-        # and of windows or phases in `fold`.
-        plane = x.movedim(1, -1).mean(0, dtype=self._plane.dtype)
-        if self.cumulative:
-            self._plane.add_(plane)
-        else:
-            self._plane.lerp_(plane, self.share)
+        _take_in(x, self._plane, None if self.cumulative else self.share)
         if not torch.compiler.is_compiling():
             self.count()
 
@@ -189,6 +183,26 @@ class InputMeans(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.channels}, means={self.means}, tables={[tuple(t.shape) for t in self.tables]}"
+
+
+# An operator of its own, because torch.compile would spread the reduction over kernels that read the input once more.
+@torch.library.custom_op("confitune::take_in", mutates_args=("plane",))
+def _take_in(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
+    """Add the batch's mean to a sum of planes, or with a `share` to their exponential average.
+
+    The one pass over the input. Averages are linear, so they are taken of whole planes here, in two kernels, and of
+    windows or phases in `InputMeans.fold`.
+    """
+    mean = x.movedim(1, -1).mean(0, dtype=plane.dtype)
+    if share is None:
+        plane.add_(mean)
+    else:
+        plane.lerp_(mean, share)
+
+
+@_take_in.register_fake
+def _(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
+    return None
 
 
 def _share(geometries: Sequence[ConvGeometry], means: Means) -> tuple[list[ConvGeometry], list[_Reader]]:
