@@ -29,6 +29,7 @@ def _root() -> None:
 
 
 Option = typer.Option
+_NOT_IN_RECIPE = ("recipe", "method", "parallel_seeds", "out", "resume")
 
 
 @app.command(name="run")
@@ -53,7 +54,15 @@ def run_command(
     epochs: Annotated[int | None, Option(help="a task; default: the dataset's (the paper's for its four sets)")] = None,
     batch_size: Annotated[int | None, Option(help="default: the dataset's")] = None,
     device: Annotated[str | None, Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
-    precision: Annotated[str | None, Option(help="fp32 or bf16")] = None,
+    precision: Annotated[str | None, Option(help="auto (bf16 on GPUs), fp32 or bf16")] = None,
+    step: Annotated[
+        str | None,
+        Option(help="auto (graph on GPUs), eager, graph, or compile (a minute to start, a quarter faster after)"),
+    ] = None,
+    pixels: Annotated[str | None, Option(help="auto (images on the GPU if they fit), device, host")] = None,
+    deterministic: Annotated[
+        bool | None, Option("--deterministic", help="the same bits in every run on this kind of GPU")
+    ] = None,
     pipeline: Annotated[str | None, Option(help="clean, or published (what the paper's code fed the network)")] = None,
     means: Annotated[str | None, Option(help="window (exact) or phase (the paper's)")] = None,
     statistics: Annotated[str | None, Option(help="running (the paper's) or pass (after the last step)")] = None,
@@ -63,6 +72,7 @@ def run_command(
     weight_decay: Annotated[float | None, Option()] = None,
     lr_schedule: Annotated[str | None, Option(help="constant, cosine or step")] = None,
     augmentation: Annotated[str | None, Option(help="none, flip or flip-shift")] = None,
+    parallel_seeds: Annotated[int, Option(min=1, help="so many seeds of a method at once, to fill a large GPU")] = 1,
     out: Annotated[Path, Option(help="results, logs and pictures go below this folder")] = Path("confitune-run"),
     resume: Annotated[bool, Option(help="take what is finished there as it is, and go on with what is not")] = False,
 ) -> None:
@@ -79,7 +89,7 @@ def run_command(
 
       confitune run recipes/flowers102.yaml --out runs/flowers --resume
     """
-    given = {name: value for name, value in locals().items() if name not in ("recipe", "method", "out", "resume")}
+    given = {name: value for name, value in locals().items() if name not in _NOT_IN_RECIPE}
     from confitune.experiments import draw_pictures, make_recipe, read_recipe, run_recipe, summary_table
 
     values: dict[str, Any] = read_recipe(recipe) if recipe else {}
@@ -89,7 +99,7 @@ def run_command(
     checked = make_recipe(values, source=str(recipe) if recipe else "the options given")
     console = Console()
     try:
-        results = run_recipe(checked, out, resume=resume, console=console)
+        results = run_recipe(checked, out, resume=resume, parallel_seeds=parallel_seeds, console=console)
     except KeyboardInterrupt:  # here, because typer ends the program without a word
         Console(stderr=True).print("stopped; the same command with --resume goes on where it was", style="yellow")
         raise typer.Exit(130) from None

@@ -1,10 +1,13 @@
-"""The loop: fit a task, evaluate, checkpoint, resume."""
+"""The loop: fit a task, evaluate, checkpoint, resume, capture."""
 
+from confitune.engine.capture import Executor, library_switches
 from confitune.engine.checkpoint import CHECKPOINT, Checkpoint, require_same_config
 from confitune.engine.evaluation import evaluate
 from confitune.engine.events import EpochEnd, Listener
+from confitune.engine.feed import place
 from confitune.engine.logs import CsvLog, TensorBoardLog
-from confitune.engine.progress import LiveProgress
+from confitune.engine.parallel import Turns
+from confitune.engine.progress import LiveProgress, progress_board
 from confitune.engine.result import RunResult
 from confitune.engine.run import SequenceRun, network_sha256
 from confitune.engine.settings import TrainOptions, TrainSettings
@@ -15,6 +18,7 @@ __all__ = [
     "Checkpoint",
     "CsvLog",
     "EpochEnd",
+    "Executor",
     "Listener",
     "LiveProgress",
     "RunResult",
@@ -23,8 +27,12 @@ __all__ = [
     "TensorBoardLog",
     "TrainOptions",
     "TrainSettings",
+    "Turns",
     "evaluate",
     "fit",
+    "library_switches",
     "network_sha256",
+    "place",
+    "progress_board",
     "require_same_config",
 ]

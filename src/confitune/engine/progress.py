@@ -18,12 +18,30 @@ class _TimeLeft(ProgressColumn):
         return Text("" if left is None else f"{int(left) // 60}:{int(left) % 60:02d} left", style="cyan")
 
 
-class LiveProgress(Listener):
-    """A progress bar on a terminal; elsewhere one plain line a task."""
+def progress_board(console: Console) -> Progress:
+    """Where progress bars of runs are shown; one at a time can be on a terminal."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[status]}"),
+        _TimeLeft(),
+        console=console,
+        transient=True,
+    )
 
-    def __init__(self, console: Console, label: str) -> None:
+
+class LiveProgress(Listener):
+    """A progress bar on a terminal; elsewhere one plain line a task.
+
+    Args:
+        label: what is run.
+        board: where the bar is shown along with those of runs side by side; default: one of its own.
+    """
+
+    def __init__(self, console: Console, label: str, board: Progress | None = None) -> None:
         self._console, self._label = console, label
         self._live = console.is_terminal
+        self._board = board
         self._bar: Progress | None = None
 
     def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
@@ -34,14 +52,7 @@ class LiveProgress(Listener):
         self._done_before: float | None = None
         if not self._live:
             return
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[status]}"),
-            _TimeLeft(),
-            console=self._console,
-            transient=True,
-        )
+        self._bar = self._board or progress_board(self._console)
         self._line = self._bar.add_task(self._label, total=len(tasks) * epochs, status="", left=None)
         self._bar.start()
 
@@ -82,9 +93,11 @@ class LiveProgress(Listener):
 
     def close(self) -> None:
         """Take the bar away."""
-        if self._bar:
+        if self._bar and self._board:
+            self._bar.remove_task(self._line)
+        elif self._bar:
             self._bar.stop()
-            self._bar = None
+        self._bar = None
 
     def _show(self, share_of_epoch: float) -> None:
         if not self._bar:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,10 +16,15 @@ from confitune.engine import (
     CHECKPOINT,
     Checkpoint,
     CsvLog,
+    Listener,
     LiveProgress,
     RunResult,
     SequenceRun,
     TensorBoardLog,
+    Turns,
+    library_switches,
+    place,
+    progress_board,
     require_same_config,
 )
 from confitune.errors import ConfituneError
@@ -29,13 +36,18 @@ from confitune.tasks import TaskSequence, load_tasks
 
 RESULT = "result.json"
 
+Run = tuple[str, int]  # method and seed
 
-def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, console: Console | None = None) -> list[RunResult]:
+
+def run_recipe(
+    recipe: Recipe, out: Path, *, resume: bool = False, parallel_seeds: int = 1, console: Console | None = None
+) -> list[RunResult]:
     """Run what the recipe asks for and is not done yet; results, logs, summary and pictures go below `out`.
 
     Args:
         resume: take finished runs as they are and go on with broken-off ones; without it, an `out` that holds any of
             them is refused, so nothing is overwritten.
+        parallel_seeds: how many seeds of a method run at once on the device; each gives what it gives alone.
     """
     console = console or Console(quiet=True)
     plan = [(method, seed) for method in recipe.methods for seed in range(recipe.seeds)]
@@ -50,16 +62,26 @@ def run_recipe(recipe: Recipe, out: Path, *, resume: bool = False, console: Cons
     done = {run: _finished(folder, recipe, run, backbone) for run, folder in folders.items()}
     if any(done.values()):
         write_summary(out)  # a run that was killed right after its result may have left an older one
-    results = []
-    sequence: TaskSequence | None = None
-    for run, folder in folders.items():
-        result = done[run]
-        if result is None:
-            sequence = sequence or load_sequence(recipe, backbone, console)
-            result = _run_one(recipe, run, folder, backbone, sequence, console)
+    left = [run for run in plan if done[run] is None]
+    if left:
+        device = recipe.train_settings(0).torch_device()
+        sequence = place(load_sequence(recipe, backbone, console), device, recipe.pixels)
+        for group in _groups(left, parallel_seeds):
+            for run, result in zip(group, _run_group(recipe, group, out, backbone, sequence, console), strict=True):
+                done[run] = result
             write_summary(out)
-        results.append(result)
-    return results
+    return [result for result in done.values() if result is not None]
+
+
+def _groups(runs: list[Run], size: int) -> list[list[Run]]:
+    """Runs of one method, at most so many together."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        if groups and groups[-1][0][0] == run[0] and len(groups[-1]) < size:
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+    return groups
 
 
 def run_folder(out: Path, dataset: str, method: str, seed: int) -> Path:
@@ -92,15 +114,39 @@ def load_sequence(recipe: Recipe, backbone: Backbone, console: Console) -> TaskS
         )
 
 
+def _run_group(
+    recipe: Recipe, group: list[Run], out: Path, backbone: Backbone, sequence: TaskSequence, console: Console
+) -> list[RunResult]:
+    turns, settings = Turns(len(group)), recipe.train_settings(0)
+    with ExitStack() as stack:
+        # Switches are the whole process's: set here, they stay while the runs' threads come and go.
+        stack.enter_context(library_switches(settings, settings.step_mode(settings.torch_device())))
+        board = stack.enter_context(progress_board(console)) if len(group) > 1 and console.is_terminal else None
+        runs = [
+            partial(_run_one, recipe, run, out, backbone, sequence, console, board, turns.listener(place))
+            for place, run in enumerate(group)
+        ]
+        return turns.run(runs) if len(runs) > 1 else [runs[0]()]
+
+
 def _run_one(
-    recipe: Recipe, run: tuple[str, int], folder: Path, backbone: Backbone, sequence: TaskSequence, console: Console
+    recipe: Recipe,
+    run: Run,
+    out: Path,
+    backbone: Backbone,
+    sequence: TaskSequence,
+    console: Console,
+    board: Progress | None,
+    turn: Listener,
 ) -> RunResult:
     method, seed = create_method(run[0]), run[1]
     net = ContinualNet(
         copy.deepcopy(backbone.module), norm=method.norm, means=recipe.means, statistics=recipe.statistics
     )
+    folder = run_folder(out, recipe.dataset, *run)
     folder.mkdir(parents=True, exist_ok=True)
-    progress = LiveProgress(console, f"{recipe.dataset} {method.name}" + (f" seed {seed}" if recipe.seeds > 1 else ""))
+    label = f"{recipe.dataset} {method.name}" + (f" seed {seed}" if recipe.seeds > 1 else "")
+    progress = LiveProgress(console, label, board)
     sequence_run = SequenceRun(
         net,
         sequence,
@@ -108,7 +154,7 @@ def _run_one(
         recipe.train_settings(seed),
         folder=folder,
         config=recipe.identity(run[0], seed, backbone.weights_sha256),
-        listeners=(progress, CsvLog(folder), TensorBoardLog(folder)),
+        listeners=(progress, CsvLog(folder), TensorBoardLog(folder), turn),
         weights=backbone.weights,
     )
     sequence_run.resume()
