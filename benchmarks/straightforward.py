@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms.functional import normalize, to_tensor
+from torchvision.transforms import CenterCrop, Compose, Normalize, Resize, ToTensor
 
 from confitune.nn import headless
 from confitune.nn.flow import trace_flow
@@ -23,23 +23,30 @@ from confitune.tasks import Images, Task
 
 
 class Files(Dataset):
-    """Images in PNG files, opened each time."""
+    """Image files, opened, resized and normalised each time they are asked for."""
 
-    def __init__(self, images: Images, task: Task, folder: Path) -> None:
-        self.task, self.labels = task, images.labels.tolist()
-        self.paths = [folder / f"{i}.png" for i in range(len(images))]
-        folder.mkdir(parents=True)
-        for i, path in enumerate(self.paths):
-            pixels = images.batch(torch.tensor([i]))[0][0]
-            Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path, compress_level=1)
+    def __init__(self, paths: Sequence[Path], images: Images, task: Task, original: bool) -> None:
+        self.paths, self.labels = paths, images.labels.tolist()
+        sized = [Resize(256), CenterCrop(224)] if original else []
+        if not original and task.preprocess.resize is not None:
+            sized = [Resize(task.preprocess.resize)]
+        self.transform = Compose([*sized, ToTensor(), Normalize(task.preprocess.mean, task.preprocess.std)])
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        preprocess = self.task.preprocess
-        image = to_tensor(Image.open(self.paths[i]).convert("RGB"))
-        return normalize(image, preprocess.mean, preprocess.std), self.labels[i]
+        return self.transform(Image.open(self.paths[i]).convert("RGB")), self.labels[i]
+
+
+def write_files(images: Images, folder: Path) -> list[Path]:
+    """Stored pixels as PNG files, for datasets that have none."""
+    folder.mkdir(parents=True)
+    paths = [folder / f"{i}.png" for i in range(len(images))]
+    for i, path in enumerate(paths):
+        pixels = images.batch(torch.tensor([i]))[0][0]
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path, compress_level=1)
+    return paths
 
 
 class PhaseTracker(nn.Module):
@@ -72,19 +79,32 @@ class PhaseTracker(nn.Module):
 Loaders = list[tuple[DataLoader, DataLoader]]
 
 
-def make_loaders(tasks: Sequence[Task], folder: Path, batch_size: int, workers: int) -> Loaders:
-    """Training and test loaders of each task, from files written below `folder`."""
+def make_loaders(
+    tasks: Sequence[Task], folder: Path, batch_size: int, workers: int, originals: Sequence[Path] | None = None
+) -> Loaders:
+    """Training and test loaders of each task.
+
+    Args:
+        folder: where files are written if the dataset has none.
+        originals: the dataset's own image files, in the order of the tasks' rows.
+    """
+
+    def files(images: Images, task: Task, name: str) -> Files:
+        if originals is None:
+            return Files(write_files(images, folder / task.name / name), images, task, original=False)
+        return Files([originals[row] for row in images.rows.tolist()], images, task, original=True)
+
     return [
         (
             DataLoader(
-                Files(task.train, task, folder / task.name / "train"),
+                files(task.train, task, "train"),
                 batch_size,
                 shuffle=True,
                 drop_last=True,
                 num_workers=workers,
                 persistent_workers=True,
             ),
-            DataLoader(Files(task.test, task, folder / task.name / "test"), 256, num_workers=workers),
+            DataLoader(files(task.test, task, "test"), 256, num_workers=workers),
         )
         for task in tasks
     ]
