@@ -21,7 +21,7 @@ import torch
 from report import write_report
 from straightforward import learn, make_loaders
 
-from confitune.engine import SequenceRun, TrainSettings, Turns, library_switches, place
+from confitune.engine import SequenceRun, TrainSettings, Turns, library_switches, place, steps_of
 from confitune.methods import create_method
 from confitune.nn import ContinualNet, create_backbone
 from confitune.tasks import dataset_info, load_tasks
@@ -101,7 +101,7 @@ def main() -> None:
         numbers["ratio"] = best["straightforward"] / best["confitune"]
         print(f"confitune is {numbers['ratio']:.2f} times as fast")
     if options.parallel_seeds:
-        turns = Turns(options.parallel_seeds)
+        turns = Turns(options.parallel_seeds, apart=steps_of(tasks[0], settings) // options.parallel_seeds)
         runs = [run_of(seed, turns.listener(seed)) for seed in range(options.parallel_seeds)]
         with library_switches(settings, mode):
             began = time.perf_counter()

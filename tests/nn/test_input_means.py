@@ -238,3 +238,195 @@ def test_a_deep_copy_tracks_for_itself():
     assert twin[1].input_statistics.batches == 201
     torch.testing.assert_close(model[1].recovered_mean(), model[0](x).mean((0, 2, 3)))
     torch.testing.assert_close(twin[1].recovered_mean(), twin[0](3 * x).mean((0, 2, 3)))
+
+
+# ---- batches that are not in the tables yet --------------------------------------------------------------------------
+
+# Two strides, so that neither kind of means can share one table.
+READERS = (ConvGeometry((3, 3), (2, 2), padding=((1, 1), (1, 1))), ConvGeometry((1, 1)))
+
+
+def tracker(means="window", momentum=0.1) -> InputMeans:
+    return InputMeans(2, READERS, means, momentum).train()
+
+
+def drawn(count: int, seed: int = 0, dtype=torch.float32) -> list[Tensor]:
+    """Batches of 6 x 5 planes that differ in scale and offset."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(3, 2, 6, 5, generator=generator, dtype=dtype) * (1 + i) - i for i in range(count)]
+
+
+def seen(statistics: InputMeans, batches: list[Tensor]) -> InputMeans:
+    for x in batches:
+        statistics.observe(statistics, (x,))
+    return statistics
+
+
+def averaged(batches: list[Tensor], means: str, momentum: float | None) -> list[Tensor]:
+    """What the two tables must hold: of windows or phases cut out of each batch, averaged one after the other."""
+    convs = [nn.Conv2d(2, 1, 3, 2, padding=1), nn.Conv2d(2, 1, 1)]
+    tables = []
+    for conv in convs:
+        of = [windows(x, conv) if means == "window" else phases(x, conv.stride) for x in batches]
+        table = of[0]
+        for count, mean in enumerate(of[1:], 2):
+            share = 1 / count if momentum is None else momentum
+            table = (1 - share) * table + share * mean
+        tables.append(table)
+    return tables
+
+
+def assert_tables(statistics: InputMeans, expected: list[Tensor], atol: float) -> None:
+    assert len(statistics.tables) == len(expected)
+    for table, wanted in zip(statistics.tables, expected, strict=True):
+        torch.testing.assert_close(table, wanted, rtol=0, atol=atol)
+
+
+def assert_same_bits(statistics: InputMeans, other: InputMeans) -> None:
+    assert (statistics.size, statistics.batches) == (other.size, other.batches)
+    assert all(map(torch.equal, statistics.tables, other.tables))
+
+
+@settings(max_examples=60)
+@given(
+    means=st.sampled_from(["window", "phase"]),
+    momentum=st.sampled_from([0.1, 0.7, None]),
+    folds=st.lists(st.booleans(), min_size=1, max_size=10),
+)
+def test_folding_at_any_moment_changes_the_tables_only_by_rounding(means, momentum, folds):
+    batches = drawn(len(folds), dtype=torch.float64)
+    often, once = (tracker(means, momentum).double() for _ in range(2))
+    for x, fold in zip(batches, folds, strict=True):
+        seen(often, [x])
+        seen(once, [x])
+        if fold:
+            often.fold()
+            often.fold()  # nothing is left to bring in
+    expected = averaged(batches, means, momentum)
+    assert_tables(often, expected, atol=1e-12)
+    assert_tables(once, expected, atol=1e-12)
+    assert often.batches == once.batches == len(folds)
+
+
+@pytest.mark.parametrize("means", ["window", "phase"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("folded", [0, 2])
+def test_live_state_goes_on_to_the_same_bits_while_batches_are_pending(means, momentum, folded):
+    batches = drawn(7)
+    statistics = seen(tracker(means, momentum), batches[:folded])
+    statistics.fold()
+    seen(statistics, batches[folded:4])
+    state = statistics.live_state()
+    assert state["pending"] == 4 - folded
+    seen(statistics, batches[4:])
+    twin = seen(tracker(means, momentum), drawn(3, seed=9))  # whatever it had is replaced
+    twin.load_live_state(state)
+    assert (twin.batches, twin.size) == (4, (6, 5))
+    seen(twin, batches[4:])
+    assert_same_bits(twin, statistics)
+    assert_tables(twin, averaged(batches, means, momentum), atol=1e-5)
+    # It was a copy: what was seen since has not reached it.
+    again = tracker(means, momentum)
+    again.load_live_state(state)
+    assert_tables(again, averaged(batches[:4], means, momentum), atol=1e-5)
+
+
+def test_live_state_of_nothing_is_nothing():
+    statistics = seen(tracker(), drawn(2))
+    statistics.load_live_state(tracker().live_state())
+    assert (statistics.size, statistics.batches) == (None, 0)
+    seen(statistics, drawn(1, seed=5))
+    assert_tables(statistics, averaged(drawn(1, seed=5), "window", 0.1), atol=1e-6)
+
+
+def test_restoring_drops_what_is_pending():
+    statistics = seen(tracker(), drawn(3))
+    for table in statistics._tables:
+        table.fill_(5)
+    statistics.restore((6, 5), 4)
+    assert all((table == 5).all() for table in statistics.tables)
+    assert statistics.batches == 4
+    x = drawn(1, seed=3)
+    seen(statistics, x)  # the next batch has its ordinary share: the tables are of four
+    assert_tables(statistics, [4.5 + 0.1 * table for table in averaged(x, "window", None)], atol=1e-6)
+
+
+def test_resetting_drops_what_is_pending():
+    statistics = seen(tracker(), drawn(3))
+    statistics.reset()
+    assert (statistics.size, statistics.batches) == (None, 0)
+    assert all((table == 0).all() for table in statistics.tables)
+    other = [torch.full((2, 2, 4, 4), 3.0)]
+    seen(statistics, other)
+    assert statistics.size == (4, 4)
+    assert_tables(statistics, averaged(other, "window", 0.1), atol=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("move", [lambda s: s.double(), lambda s: s.to(torch.float64)], ids=["double", "to"])
+def test_moving_loses_no_pending_batch(momentum, move):
+    first, later = drawn(3), drawn(5, dtype=torch.float64)[3:]
+    statistics = seen(tracker(momentum=momentum), first)
+    move(statistics)
+    assert statistics._pending == 3
+    alone = copy.deepcopy(statistics)
+    assert_tables(alone, averaged([x.double() for x in first], "window", momentum), atol=1e-6)
+    assert {table.dtype for table in alone.tables} == {torch.float64}
+    seen(statistics, later)
+    expected = averaged([*(x.double() for x in first), *later], "window", momentum)
+    assert_tables(statistics, expected, atol=1e-6)
+    # From then on in the new precision: a batch 1e-9 larger shows.
+    base, shifted = copy.deepcopy(statistics), copy.deepcopy(statistics)
+    seen(base, later[:1])
+    seen(shifted, [later[0] + 1e-9])
+    share = 1 / 6 if momentum is None else momentum
+    assert (shifted.tables[1] - base.tables[1]).mean().item() == pytest.approx(1e-9 * share, rel=1e-3)
+
+
+def test_a_size_that_comes_back_after_a_move_is_taken_in_anew():
+    statistics = seen(tracker(), drawn(2))
+    statistics.reset()
+    seen(statistics, [torch.rand(2, 2, 4, 4)])
+    statistics.double()
+    statistics.reset()
+    batches = drawn(2, seed=4, dtype=torch.float64)
+    seen(statistics, batches)  # 6 x 5 once more
+    assert_tables(statistics, averaged(batches, "window", 0.1), atol=1e-12)
+
+
+def test_planes_of_one_size_keep_their_address():
+    """What a captured graph was recorded with must be what later tasks take in."""
+    statistics = seen(tracker(), drawn(1))
+    address = statistics._plane.data_ptr()
+    statistics.reset()
+    seen(statistics, [torch.rand(2, 2, 4, 4)])
+    assert statistics._plane.data_ptr() != address
+    statistics.reset()
+    statistics.resize((6, 5))
+    assert statistics._plane.data_ptr() == address
+    assert (statistics._plane == 0).all()
+
+
+def test_counting_stands_for_a_batch_that_other_code_took_in():
+    batches, statistics = drawn(3), tracker()
+    seen(statistics, batches[:1])
+    for x in batches[1:]:
+        statistics._plane.lerp_(x.mean(0).permute(1, 2, 0), statistics.share)  # as a replayed graph does
+        statistics.count()
+    assert statistics.batches == 3
+    assert_tables(statistics, averaged(batches, "window", 0.1), atol=1e-6)
+
+
+def test_a_deep_copy_has_its_own_pending_batches():
+    batches = drawn(6)
+    statistics = seen(tracker(), batches[:2])
+    twin = copy.deepcopy(statistics)
+    seen(twin, batches[2:])
+    seen(statistics, batches[4:])
+    assert_tables(twin, averaged(batches, "window", 0.1), atol=1e-5)
+    assert_tables(statistics, averaged([*batches[:2], *batches[4:]], "window", 0.1), atol=1e-5)
+    # ... also where the original has been brought up to date in between.
+    third = copy.deepcopy(statistics)
+    seen(statistics, batches[:3])
+    assert third.batches == 4
+    assert_tables(third, averaged([*batches[:2], *batches[4:]], "window", 0.1), atol=1e-5)

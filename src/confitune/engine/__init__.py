@@ -11,7 +11,7 @@ from confitune.engine.progress import LiveProgress, progress_board
 from confitune.engine.result import RunResult
 from confitune.engine.run import SequenceRun, network_sha256
 from confitune.engine.settings import TrainOptions, TrainSettings
-from confitune.engine.training import TaskFit, fit
+from confitune.engine.training import TaskFit, fit, steps_of
 
 __all__ = [
     "CHECKPOINT",
@@ -35,4 +35,5 @@ __all__ = [
     "place",
     "progress_board",
     "require_same_config",
+    "steps_of",
 ]

@@ -7,6 +7,7 @@ address: the network's live slot, the captured inputs and outputs here, the lear
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
@@ -57,7 +58,7 @@ class Executor:
         self._listener = listener or Listener()
         self._graphs: dict[Hashable, _Captured] = {}
         self._seen: Counter[Hashable] = Counter()
-        self._pool: object = None
+        self._pool: Any = None
         self._captures = self.mode != "eager" and self.device.type == "cuda"
         self._compiled: dict[Hashable, Callable[[Tensor], Tensor]] = {}
 
@@ -114,12 +115,10 @@ class Executor:
     def _capture(self, kind: Hashable, function: Callable[..., Tensor | None], inputs: Inputs) -> bool:
         static = tuple(None if x is None else x.clone() for x in inputs)
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream(self.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
         try:
-            # 'thread_local': other threads may copy images to the device meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+            with _capturing(graph, self._pool):
                 output = function(*static)
         except RuntimeError as error:
             self._captures = False
@@ -131,6 +130,27 @@ class Executor:
             return False
         self._graphs[kind] = _Captured(graph, self.net.remembered(), static, output)
         return True
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """What is launched on the current stream goes into the graph.
+
+    As `torch.cuda.graph` does it, but without emptying memory caches and collecting garbage first, which takes longer
+    than everything else; collecting it in the middle would free memory that the graph must not lose.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        # 'thread_local': other threads may copy images to the device meanwhile.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _compiled(net: ContinualNet) -> Callable[[Tensor], Tensor]:

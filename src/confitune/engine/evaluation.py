@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from confitune.engine.events import Listener
 from confitune.engine.feed import batches
 from confitune.engine.loss import count_right
 from confitune.engine.settings import TrainSettings
@@ -31,9 +32,15 @@ def evaluate_groups(net: ContinualNet, task: Task, settings: TrainSettings) -> l
     return [100.0 * right[mask].double().mean().item() for mask in within]
 
 
-def evaluate_all(net: ContinualNet, tasks: Sequence[Task], settings: TrainSettings) -> list[float]:
+def evaluate_all(
+    net: ContinualNet, tasks: Sequence[Task], settings: TrainSettings, listener: Listener | None = None
+) -> list[float]:
     """Accuracy in percent on each task's test set; the device is read from once, at the end."""
-    right = [right_answers(net, task, settings).double().mean() for task in tasks]
+    right = []
+    for done, task in enumerate(tasks, 1):
+        right.append(right_answers(net, task, settings).double().mean())
+        if listener is not None:
+            listener.task_tested(done, len(tasks))
     return [100.0 * share for share in torch.stack(right).tolist()]
 
 

@@ -40,6 +40,9 @@ class Listener:
     def epoch_ended(self, end: EpochEnd) -> None:
         """An epoch is over."""
 
+    def task_tested(self, done: int, tasks: int) -> None:
+        """After a task, another one of the `tasks` so far has been tested."""
+
     def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
         """A task is learned; accuracies of all tasks so far, in percent."""
 
@@ -72,6 +75,10 @@ class Listeners(Listener):
     def epoch_ended(self, end: EpochEnd) -> None:
         for listener in self._all:
             listener.epoch_ended(end)
+
+    def task_tested(self, done: int, tasks: int) -> None:
+        for listener in self._all:
+            listener.task_tested(done, tasks)
 
     def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
         for listener in self._all:

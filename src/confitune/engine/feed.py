@@ -28,7 +28,9 @@ def place(sequence: TaskSequence, device: torch.device, where: Where = "auto") -
     if device.type == "cpu" or where == "host":
         return sequence
     splits = [images for task in sequence for images in (task.train, task.test)]
-    blocks = {id(images.pixels): images.pixels for images in splits if images.pixels.device != device}
+    blocks = {id(images.pixels): images.pixels for images in splits if images.pixels.device.type == "cpu"}
+    if not blocks:
+        return sequence
     rows = {key: _rows_in_use(splits, block) for key, block in blocks.items()}
     needed = sum(len(rows[key]) * block[0].numel() * block.element_size() for key, block in blocks.items())
     if where == "auto" and needed > _SHARE_OF_FREE_MEMORY * torch.cuda.mem_get_info(device)[0]:
@@ -60,10 +62,15 @@ def batches(
     """
     order = torch.arange(len(images)) if order is None else order
     if images.pixels.device.type == device.type:
-        for positions in order.to(images.rows.device).split(size):
+        for positions in to_device(order, device).split(size):
             yield images.batch(positions)
     else:
         yield from _streamed(images, order.split(size), device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device that nobody waits for."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _streamed(images: Images, parts: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:

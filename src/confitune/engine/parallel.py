@@ -20,38 +20,59 @@ Result = TypeVar("Result")
 
 
 class Turns:
-    """Who may run, of `runs` many; round and round, leaving out those that are done."""
+    """Who may run, of `runs` many; round and round, leaving out those that are done.
 
-    def __init__(self, runs: int) -> None:
+    Args:
+        runs: how many.
+        apart: each starts so many turns after the one before it. Between tasks a run keeps Python busy and the device
+            idle; if all did that at the same time, nobody would fill the gap.
+    """
+
+    def __init__(self, runs: int, apart: int = 0) -> None:
         self._changed = threading.Condition()
-        self._waiting = list(range(runs))  # in the order of their turns; the first has it
+        self._running = [0] if runs else []  # in the order of their turns; the first has it
+        self._to_start = list(range(1, runs))
+        self._apart, self._turns_left = apart, apart  # until the next one starts
+        self._last_started = 0
+        self._start_due()
         self._stopped = False
 
     def listener(self, run: int) -> Listener:
-        """For the run to listen to itself with: it passes the turn on after every step."""
+        """For the run to listen to itself with: it passes the turn on after every step and every test."""
         return _PassOn(self, run)
 
     def pass_on(self, run: int) -> None:
         """Let the others do a step each."""
-        if len(self._waiting) == 1 and not self._stopped:
-            return
-        random_state = _random_state()
         with self._changed:
-            self._waiting.remove(run)
-            self._waiting.append(run)
+            if run == self._last_started:
+                self._turns_left -= 1
+                self._start_due()
+            if len(self._running) == 1 and not self._stopped:
+                return
+            random_state = _random_state()
+            self._running.remove(run)
+            self._running.append(run)
             self._changed.notify_all()
         self._wait_for(run)
         _set_random_state(random_state)
 
+    def _start_due(self) -> None:
+        while self._to_start and (self._turns_left <= 0 or not self._running):
+            self._last_started = self._to_start.pop(0)
+            self._running.append(self._last_started)
+            self._turns_left = self._apart
+
     def _wait_for(self, run: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting[0] == run or self._stopped)
+            self._changed.wait_for(lambda: self._running[:1] == [run] or self._stopped)
         if self._stopped:
             raise _StoppedError
 
     def _leave(self, run: int) -> None:
         with self._changed:
-            self._waiting.remove(run)
+            if run in self._running:
+                self._running.remove(run)
+            self._start_due()
             self._changed.notify_all()
 
     def _stop(self) -> None:
@@ -104,6 +125,9 @@ class _PassOn(Listener):
         self._turns, self._run = turns, run
 
     def step_done(self, step: int, steps: int) -> None:
+        self._turns.pass_on(self._run)
+
+    def task_tested(self, done: int, tasks: int) -> None:
         self._turns.pass_on(self._run)
 
 

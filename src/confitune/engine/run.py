@@ -132,7 +132,7 @@ class SequenceRun:
             # Earlier networks were left as they were: there is nothing to measure again.
             first, self.matrix[:index, index] = index, self.matrix[:index, index - 1]
         tasks = self.sequence.tasks[first : index + 1]
-        self.matrix[first : index + 1, index] = evaluate_all(self.net, tasks, self.settings)
+        self.matrix[first : index + 1, index] = evaluate_all(self.net, tasks, self.settings, self.listener)
 
     def _checkpoint(self, fit: TaskFit | None) -> None:
         assert self.folder is not None

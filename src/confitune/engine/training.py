@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from confitune.engine.augment import draw_noise
 from confitune.engine.capture import Executor
 from confitune.engine.events import EpochEnd, Listener
-from confitune.engine.feed import batches, place_task
+from confitune.engine.feed import batches, place_task, to_device
 from confitune.engine.readings import EpochReadings
 from confitune.engine.settings import TrainSettings, derived_generator, derived_seed
 from confitune.engine.step import TrainStep
@@ -45,6 +45,11 @@ def fit(
     executor = Executor(net, settings, listener)
     with executor.session():
         TaskFit(net, task, method, settings, listener, executor=executor).run()
+
+
+def steps_of(task: Task, settings: TrainSettings) -> int:
+    """How many training steps the task takes."""
+    return settings.epochs * (len(task.train) // min(settings.batch_size, len(task.train)))
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,7 @@ class TaskFit:
         torch.manual_seed(derived_seed(settings.seed, "epoch", self.index, epoch))
         chance = derived_generator(settings.seed, "augment", self.index, epoch)
         noise = draw_noise(settings.augmentation, steps, self.batch_size, chance)
-        noise = None if noise is None else noise.to(self.device)
+        noise = None if noise is None else to_device(noise, self.device)
         readings = EpochReadings(steps, self.device)
         self.net.train()
         for step, (pixels, labels) in enumerate(self._batches(self._order("order", epoch))):

@@ -26,6 +26,7 @@ from confitune.engine import (
     place,
     progress_board,
     require_same_config,
+    steps_of,
 )
 from confitune.errors import ConfituneError
 from confitune.experiments.recipe import Recipe
@@ -117,7 +118,8 @@ def load_sequence(recipe: Recipe, backbone: Backbone, console: Console) -> TaskS
 def _run_group(
     recipe: Recipe, group: list[Run], out: Path, backbone: Backbone, sequence: TaskSequence, console: Console
 ) -> list[RunResult]:
-    turns, settings = Turns(len(group)), recipe.train_settings(0)
+    settings = recipe.train_settings(0)
+    turns = Turns(len(group), apart=steps_of(sequence[0], settings) // len(group))
     with ExitStack() as stack:
         # Switches are the whole process's: set here, they stay while the runs' threads come and go.
         stack.enter_context(library_switches(settings, settings.step_mode(settings.torch_device())))

@@ -1,0 +1,240 @@
+"""The benchmarks' numbers as Markdown tables: functions of what `step.py`, `tasks.py` and `end_to_end.py` wrote."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+Numbers = dict[str, Any]  # what a benchmark wrote
+Entry = dict[str, Any]
+
+PUBLISHED = "published way (fp32, eager)"
+STAGES = {"head": "head", "head+norm": "head and norms", "all": "everything"}
+NORMS = ("plain BN", "silent", "tracking")
+STATISTICS = ("running", "pass")
+MIB = 2**20
+
+
+def where(numbers: Numbers) -> str:
+    return f"{numbers['device']}, torch {numbers['versions']['torch']}"
+
+
+def count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def seconds(value: float) -> str:
+    """Three digits, no more than were measured."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.2f}×" if ratio < 9.995 else f"{ratio:.1f}×"
+
+
+def percent(share: float) -> str:
+    """Signed, one decimal; what rounds to nothing has no sign."""
+    rounded = round(100 * share, 1)
+    return f"{rounded:+.1f}%".replace("-", "−") if rounded else "0.0%"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = ["| " + " | ".join(line) + " |" for line in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]]) + "\n"
+
+
+# Steps
+
+
+def about_steps(numbers: Numbers) -> str:
+    return f"{numbers['model']}, {numbers['pixels']} pixels, {numbers['means']} means"
+
+
+def find(
+    numbers: Numbers, batch: int, mode: str, norm: str, stage: str = "all", deterministic: bool = False
+) -> Entry | None:
+    """The measured step of this sort."""
+    return next(
+        (
+            step
+            for step in numbers["steps"]
+            if (step["batch_size"], step["mode"], step["norm"], step["stage"]) == (batch, mode, norm, stage)
+            and ("deterministic" in step["execution"]) == deterministic
+        ),
+        None,
+    )
+
+
+def batches_and_modes(numbers: Numbers) -> list[tuple[int, str]]:
+    """Each batch size with each mode, in the order they were measured."""
+    return list(dict.fromkeys((step["batch_size"], step["mode"]) for step in numbers["steps"]))
+
+
+def execution(numbers: Numbers, mode: str) -> str:
+    """Precision and mode, such as 'bf16, graph'."""
+    found = (step["execution"] for step in numbers["steps"] if step["mode"] == mode)
+    return next((words for words in found if "deterministic" not in words), mode)
+
+
+def longer(numbers: Numbers, batch: int, mode: str, norm: str) -> float | None:
+    """By what share a step takes longer than with plain batch norm."""
+    plain, other = find(numbers, batch, mode, "plain BN"), find(numbers, batch, mode, norm)
+    return plain["images_per_second"] / other["images_per_second"] - 1 if plain and other else None
+
+
+def stages_table(numbers: Numbers) -> str:
+    rows = []
+    for batch, published in numbers["published"].items():
+        rows.append([batch, PUBLISHED, "-", "-", count(published)])
+        for _, mode in (pair for pair in batches_and_modes(numbers) if str(pair[0]) == batch):
+            steps = [find(numbers, int(batch), mode, "silent", stage) for stage in STAGES]
+            cells = [
+                f"{count(step['images_per_second'])} ({times(step['images_per_second'] / published)})" if step else "-"
+                for step in steps
+            ]
+            rows.append([batch, execution(numbers, mode), *cells])
+    return table(["batch", "how", *(f"trains {name}" for name in STAGES.values())], rows)
+
+
+def deterministic_table(numbers: Numbers) -> str:
+    rows = []
+    for batch, mode in batches_and_modes(numbers):
+        free, fixed = (find(numbers, batch, mode, "silent", "all", fixed) for fixed in (False, True))
+        if free and fixed:
+            speeds = free["images_per_second"], fixed["images_per_second"]
+            rows.append([str(batch), fixed["execution"], *map(count, speeds), percent(speeds[0] / speeds[1] - 1)])
+    if not rows:
+        return "Not measured in this run.\n"
+    return table(["batch", "how", "images/s without", "images/s with", "a step takes longer by"], rows)
+
+
+def tracking_table(numbers: Numbers) -> str:
+    rows = []
+    for batch, mode in batches_and_modes(numbers):
+        steps = [find(numbers, batch, mode, norm) for norm in NORMS]
+        cells = [count(step["images_per_second"] if step else None) for step in steps]
+        for i, norm in enumerate(NORMS):
+            cost = longer(numbers, batch, mode, norm)
+            cells[i] += f" ({percent(cost)})" if norm != "plain BN" and cost is not None else ""
+        rows.append([str(batch), execution(numbers, mode), *cells])
+    whole = []
+    for key, entries in whole_tasks(numbers).items():
+        plain, *others = (entries.get(name) for name in ("plain BN", *STATISTICS))
+        cells = [seconds(statistics.median(plain["seconds"]))] if plain else ["-"]
+        for entry in others:
+            cells.append(
+                f"{seconds(statistics.median(entry['seconds']))} ({percent(entry['cost_against_plain_bn'])})"
+                if entry
+                else "-"
+            )
+        some = next(iter(entries.values()))
+        size = f"{some['images']:,} images, {some['epochs']} epochs"
+        whole.append([str(key[0]), execution(numbers, key[1]), size, *cells])
+    return (
+        table(["batch", "how", *(f"images/s, {norm}" for norm in NORMS)], rows)
+        + "\n"
+        + table(["batch", "how", "whole task", "seconds, plain BN", *(f"seconds, {n}" for n in STATISTICS)], whole)
+    )
+
+
+def whole_tasks(numbers: Numbers) -> dict[tuple[int, str], dict[str, Entry]]:
+    """Batch size and mode -> kind of statistics -> what a whole task took."""
+    tasks: dict[tuple[int, str], dict[str, Entry]] = {}
+    for entry in numbers["tasks"]:
+        tasks.setdefault((entry["batch_size"], entry["mode"]), {})[entry["statistics"]] = entry
+    return tasks
+
+
+# Growth with tasks
+
+
+def about_growth(numbers: Numbers) -> str:
+    return (
+        f"{numbers['model']}, {numbers['images_a_task']:,} images a task, {numbers['epochs']} epochs, "
+        f"batch {numbers['batch_size']}, {numbers['execution']}"
+    )
+
+
+def growth_table(numbers: Numbers) -> str:
+    points = numbers["points"]
+    groups = {
+        "1": points[:1],
+        f"2 to {min(11, len(points))}": points[1:11],
+        f"the last ten of {len(points)}": points[-10:],
+    }
+
+    def middle(group: list[Entry], key: str) -> float:
+        return statistics.median(point[key] for point in group)
+
+    rows = [
+        [
+            name,
+            seconds(middle(group, "seconds")),
+            count(middle(group, "memory_bytes") / MIB),
+            f"{group[-1]['stored_bytes'] / MIB:,.1f}",
+        ]
+        for name, group in groups.items()
+        if group
+    ]
+    rows.append(
+        ["the last ten against 2 to 11", times(numbers["ratio_of_time"]), times(numbers["ratio_of_memory"]), "-"]
+    )
+    return (
+        table(["tasks", "seconds a task", f"{memory_words(numbers)}, MiB", "task states, MiB"], rows)
+        + f"\nA task's state takes {count(numbers['bytes_a_task'])} bytes.\n"
+    )
+
+
+def memory_words(numbers: Numbers) -> str:
+    """As `tasks.py` measures it."""
+    return "most memory the process held" if numbers["device"].startswith("cpu") else "GPU memory in use"
+
+
+# End to end
+
+
+def about_whole(numbers: Numbers) -> str:
+    return (
+        f"{numbers['dataset']}, {numbers['model']}, {numbers['means']} means, {numbers['epochs']} epochs, "
+        f"batch {numbers['batch_size']}"
+    )
+
+
+def best_seconds(numbers: Numbers) -> dict[str, float]:
+    """The best of each side's repeats, as `end_to_end.py` takes it."""
+    return {name: min(values) for name, values in numbers["seconds"].items() if values}
+
+
+def whole_table(numbers: Numbers) -> str:
+    best, speed = best_seconds(numbers), numbers.get("images_per_second", {})
+    ours = numbers.get("execution", "not recorded")
+    baseline = best.get("straightforward")
+    rows = []
+    for name, how in (("straightforward", "fp32, eager"), ("confitune", ours)):
+        if name in best:
+            faster = times(baseline / best[name]) if baseline else "-"
+            accuracy = f"{numbers['acc'][name]:.1f}"
+            words = "straightforward loop" if name == "straightforward" else name
+            rows.append([words, how, seconds(best[name]), count(speed.get(name)), faster, accuracy])
+    text = table(["one seed", "how", "seconds", "images/s", "speed", "ACC"], rows)
+    if "parallel" in numbers:
+        text += "\n" + parallel_table(numbers["parallel"], best["confitune"], speed.get("confitune"), ours)
+    if not numbers["device"].startswith("cpu") and "seconds_to_place_images_on_device" in numbers:
+        placing = seconds(numbers["seconds_to_place_images_on_device"])
+        text += f"\nPlacing the images on the device, once before all that, took {placing} s more.\n"
+    return text
+
+
+def parallel_table(side: Entry, one: float, speed: float | None, how: str) -> str:
+    """Several seeds at once, against as many times what one takes alone."""
+    alone = [f"one after the other ({side['seeds']} × one seed)", how, seconds(side["seeds"] * one), count(speed)]
+    at_once = ["side by side", how, seconds(side["seconds"]), count(side["images_per_second"])]
+    accuracies = ", ".join(f"{accuracy:.1f}" for accuracy in side["acc"])
+    rows = [[*alone, times(1), "-"], [*at_once, times(side["ratio_to_one_seed"]), accuracies]]
+    same = "the accuracy" if side["first_equals_alone"] else "not the accuracy"
+    return (
+        table([f"{side['seeds']} seeds", "how", "seconds", "images/s", "speed", "ACC of each"], rows)
+        + f"\nSide by side, seed 0 has {same} that it has alone.\n"
+    )
