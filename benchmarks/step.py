@@ -236,6 +236,7 @@ def random_task(images: int, options: argparse.Namespace, device: torch.device) 
     generator = torch.Generator(device).manual_seed(0)
     shape = (images + 2, 3, options.pixels, options.pixels)
     pixels = torch.randint(256, shape, dtype=torch.uint8, device=device, generator=generator)
+    pixels = pixels.contiguous(memory_format=torch.channels_last)  # as images are placed on a device
     rows = torch.arange(images + 2, device=device)
     labels = rows % options.classes
     names = tuple(map(str, range(options.classes)))

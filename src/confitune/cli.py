@@ -29,7 +29,7 @@ def _root() -> None:
 
 
 Option = typer.Option
-_NOT_IN_RECIPE = ("recipe", "method", "parallel_seeds", "out", "resume")
+_NOT_IN_RECIPE = ("recipe", "method", "set_option", "parallel_seeds", "out", "resume")
 
 
 @app.command(name="run")
@@ -72,6 +72,10 @@ def run_command(
     weight_decay: Annotated[float | None, Option()] = None,
     lr_schedule: Annotated[str | None, Option(help="constant, cosine or step")] = None,
     augmentation: Annotated[str | None, Option(help="none, flip or flip-shift")] = None,
+    set_option: Annotated[
+        list[str] | None,
+        Option("--set", help="repeatable: an option of a method, e.g. ewc.strength=3000 (see `confitune methods`)"),
+    ] = None,
     parallel_seeds: Annotated[int, Option(min=1, help="so many seeds of a method at once, to fill a large GPU")] = 1,
     out: Annotated[Path, Option(help="results, logs and pictures go below this folder")] = Path("confitune-run"),
     resume: Annotated[bool, Option(help="take what is finished there as it is, and go on with what is not")] = False,
@@ -90,12 +94,14 @@ def run_command(
       confitune run recipes/flowers102.yaml --out runs/flowers --resume
     """
     given = {name: value for name, value in locals().items() if name not in _NOT_IN_RECIPE}
-    from confitune.experiments import draw_pictures, make_recipe, read_recipe, run_recipe, summary_table
+    from confitune.experiments import draw_pictures, make_recipe, merge_options, read_recipe, run_recipe, summary_table
 
     values: dict[str, Any] = read_recipe(recipe) if recipe else {}
     values |= {name: value for name, value in given.items() if value is not None}
     if method:
         values["methods"] = method
+    if set_option:
+        values["options"] = merge_options(values.get("options") or {}, set_option)
     checked = make_recipe(values, source=str(recipe) if recipe else "the options given")
     console = Console()
     try:

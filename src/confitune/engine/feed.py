@@ -121,7 +121,9 @@ def _places(block: Tensor, rows: Tensor) -> Tensor:
 
 
 def _gathered(block: Tensor, rows: Tensor, device: torch.device) -> Tensor:
-    gathered = torch.empty(len(rows), *block.shape[1:], dtype=block.dtype, device=device)
+    # Channels last, as networks take them: what is gathered from it then is, too.
+    shape = (len(rows), *block.shape[1:])
+    gathered = torch.empty(shape, dtype=block.dtype, device=device, memory_format=torch.channels_last)
     for part, target in zip(rows.split(_CHUNK), gathered.split(_CHUNK), strict=True):
         target.copy_(block[part])
     return gathered

@@ -150,7 +150,7 @@ class SequenceRun:
         ).save(self.folder)
 
     def _say_what_is_odd(self) -> None:
-        stages = self.method.schedule(self.settings.epochs)
+        stages = self.method.stages(self.settings.epochs, 0)
         if self.method.schedule is hierarchical and stages[0].name != "head":
             self.listener.note(f"with {self.settings.epochs} epochs no stage is left for the head alone; use 5 or more")
 

@@ -104,7 +104,7 @@ class TaskFit:
         if task.name not in net.tasks:
             net.add_task(task.name, task.classes, derived_generator(settings.seed, "head", self.index))
         net.set_task(task.name)
-        self.stages = method.schedule(settings.epochs)
+        self.stages = method.stages(settings.epochs, self.index)
         self.parameters = self._trained_parameters()
         self.optimizer = self._optimizer()
         self.step = TrainStep(net, self.task, method.penalties, self.optimizer, settings, self.device)
@@ -117,12 +117,16 @@ class TaskFit:
     def run(self, after_epoch: Callable[[], None] = lambda: None) -> None:
         """Train what is left of the task and finish it."""
         context = self._context()
+        for penalty in self.method.penalties:
+            penalty.attach(self.net)
         if self.epoch == 0:
             for penalty in self.method.penalties:
                 penalty.begin_task(context)
         try:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 for stage, epoch in self._remaining():
+                    for penalty in self.method.penalties:
+                        penalty.begin_epoch(context, epoch)
                     self._train_epoch(stage, epoch)
                     self.epoch = epoch + 1
                     after_epoch()
@@ -214,10 +218,12 @@ class TaskFit:
         if bad is None and readings.weights_finite:
             return
         ruined = "" if readings.weights_finite else ", its weights infinite"
+        pulls = [p.name for p in self.method.penalties if "strength" in p.Options.model_fields]
+        weaker = f", or a smaller strength of {' or '.join(pulls)}" if pulls else ""
         at = "" if bad is None else f" from step {bad + 1} of {self.steps_an_epoch} on"
         raise ConfituneError(
             f"the loss of task {self.task.name!r} became {readings.loss}{ruined} in epoch {done.number + 1}{at} (stage "
-            f"{done.stage.name!r}); try a learning rate below {done.lr:g}"
+            f"{done.stage.name!r}); try a learning rate below {done.lr:g}{weaker}"
         )
 
     def _measure(self, pixels: Tensor) -> None:
@@ -241,7 +247,12 @@ class TaskFit:
 
     def _trained_parameters(self) -> dict[str, list[nn.Parameter]]:
         net = self.net
-        return {"head": [*net.head.parameters()], "norm": net.norm_parameters(), "conv": net.conv_parameters()}
+        return {
+            "head": [*net.head.parameters()],
+            "norm": net.norm_parameters(),
+            "conv": net.conv_parameters(),
+            "calibration": net.calibration_parameters(),
+        }
 
     def _optimizer(self) -> torch.optim.Optimizer:
         trained = [
@@ -269,13 +280,34 @@ class TaskFit:
     def _unfreeze(self) -> None:
         self._freeze(frozenset(self.parameters))
 
+    def _train_one(self, epoch: int) -> None:
+        """One epoch out of order: nothing is begun or finished."""
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            self.epoch = epoch
+            stage, _ = next(self._remaining())
+            self._train_epoch(stage, epoch)
+            self.report()
+            self._unfreeze()
+
     def _context(self) -> TaskContext:
-        def train(other: ContinualNet) -> None:
+        def train(other: ContinualNet, only_epoch: int | None = None) -> None:
             bare = replace(self.method, penalties=())
-            TaskFit(other, self.task, bare, self.settings, Listener(), self.index).run()
+            fit = TaskFit(other, self.task, bare, self.settings, Listener(), self.index)
+            if only_epoch is None:
+                fit.run()
+            else:
+                fit._train_one(only_epoch)
 
         def stored_order(size: int) -> Iterator[tuple[Tensor, Tensor]]:
             for pixels, labels in batches(self.task.train, size, self.device):
                 yield self.task.preprocess(pixels).contiguous(memory_format=torch.channels_last), labels
 
-        return TaskContext(self.net, self.index, len(self.task.train), stored_order, train)
+        return TaskContext(
+            net=self.net,
+            index=self.index,
+            images=len(self.task.train),
+            batch_size=self.batch_size,
+            batches=stored_order,
+            train=train,
+            seed=derived_seed(self.settings.seed, "penalty", self.index),
+        )

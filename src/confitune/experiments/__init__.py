@@ -1,7 +1,7 @@
 """Recipe -> runs -> summary and pictures."""
 
 from confitune.experiments.models import ModelReport, matching_models, report_model
-from confitune.experiments.recipe import Recipe, make_recipe, read_recipe
+from confitune.experiments.recipe import Recipe, make_recipe, merge_options, read_recipe
 from confitune.experiments.runner import run_folder, run_recipe
 from confitune.experiments.summary import collect_results, draw_pictures, summary_table, write_summary
 
@@ -12,6 +12,7 @@ __all__ = [
     "draw_pictures",
     "make_recipe",
     "matching_models",
+    "merge_options",
     "read_recipe",
     "report_model",
     "run_folder",

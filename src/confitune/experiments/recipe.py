@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,8 @@ from pydantic import Field, ValidationError, field_validator
 
 from confitune.engine import TrainOptions, TrainSettings
 from confitune.errors import ConfituneError
-from confitune.methods import create_method
+from confitune.experiments.paper import chosen_options
+from confitune.methods import METHODS, PENALTIES, Method, create_method
 from confitune.tasks import dataset_info
 
 
@@ -35,7 +37,10 @@ class Recipe(TrainOptions):
     statistics: Literal["running", "pass"] = Field(
         "running", description="when they are measured (the paper's: running)"
     )
-    epochs: int | None = Field(None, ge=1, description="a task; default: the dataset's")
+    options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="of methods, by part: {ewc: {strength: 3000}}; default: the paper's"
+    )
+    epochs: int | None = Field(None, ge=1, description="a task; default: the method's or the dataset's")
     batch_size: int | None = Field(None, ge=2, description="default: the dataset's")
 
     @field_validator("methods", mode="before")
@@ -44,23 +49,29 @@ class Recipe(TrainOptions):
         """`methods: confit` means a list of one."""
         return [value] if isinstance(value, str) else value
 
-    def train_settings(self, seed: int) -> TrainSettings:
-        """Settings of the run with this seed."""
+    def method(self, name: str) -> Method:
+        """A method with this recipe's options; where it has none, with the paper's for the dataset."""
+        known = chosen_options(self.dataset)
+        parts = {*known, *self.options}
+        return create_method(name, {part: {**known.get(part, {}), **self.options.get(part, {})} for part in parts})
+
+    def train_settings(self, seed: int, method: str | None = None) -> TrainSettings:
+        """Settings of the run with this seed; a method's own hold where the recipe does not say otherwise."""
         info = dataset_info(self.dataset)
-        return TrainSettings(
-            epochs=self.epochs or info.epochs,
-            batch_size=self.batch_size or info.batch_size,
-            seed=seed,
-            **{name: getattr(self, name) for name in TrainOptions.model_fields},
-        )
+        values = {"epochs": info.epochs, "batch_size": info.batch_size}
+        values |= {name: getattr(self, name) for name in TrainOptions.model_fields}
+        own = self.method(method).settings if method else {}
+        values |= {name: value for name, value in own.items() if name not in self.model_fields_set}
+        given = {name: getattr(self, name) for name in ("epochs", "batch_size") if getattr(self, name) is not None}
+        return TrainSettings(**{**values, **given}, seed=seed)
 
     def identity(self, method: str, seed: int, weights_sha256: str) -> dict[str, Any]:
         """What determines a run's result: compared before a result is taken for this run's."""
-        train = self.train_settings(seed)
+        train, chosen = self.train_settings(seed, method), self.method(method)
         how = {"device", "step", "pixels", "deterministic", "eval_batch_size"}  # may change last bits, no more
         settings = train.model_dump(mode="json", exclude=how)
         settings["precision"] = "bf16" if train.bf16(train.torch_device()) else "fp32"
-        xconv = create_method(method).norm == "xconv"
+        xconv = chosen.norm == "xconv"
         return {
             "dataset": self.dataset,
             "pipeline": self.pipeline,
@@ -70,6 +81,8 @@ class Recipe(TrainOptions):
             "model": self.model,
             "weights_sha256": weights_sha256,
             "method": method,
+            "options": {penalty.name: penalty.options.model_dump(mode="json") for penalty in chosen.penalties}
+            | ({chosen.name: dict(chosen.chosen)} if chosen.chosen else {}),
             "means": self.means if xconv else None,
             "statistics": self.statistics if xconv else None,
             **settings,
@@ -84,10 +97,36 @@ def make_recipe(values: dict[str, Any], source: str = "the options given") -> Re
         raise ConfituneError("\n".join(_explained(problem, source) for problem in error.errors())) from error
     dataset_info(recipe.dataset)
     for method in recipe.methods:
-        create_method(method)
+        recipe.method(method)
+    unused = set(recipe.options) - {*METHODS, *PENALTIES}
+    if unused:
+        raise ConfituneError(f"{source} set options of {', '.join(sorted(unused))}, which is no part of any method")
     if len(set(recipe.methods)) != len(recipe.methods):
         raise ConfituneError(f"{source} name a method twice: {', '.join(recipe.methods)}")
     return recipe
+
+
+def merge_options(options: dict[str, dict[str, Any]], given: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Options with some of them set anew from texts such as 'ewc.strength=3000'.
+
+    >>> merge_options({"ewc": {"fisher": "exact"}}, ["ewc.strength=3e3"])
+    {'ewc': {'fisher': 'exact', 'strength': 3000.0}}
+    """
+    merged = {part: dict(values) for part, values in options.items()}
+    for text in given:
+        place, equals, value = text.partition("=")
+        part, dot, name = place.partition(".")
+        if not (equals and dot and part and name):
+            raise ConfituneError(f"--set {text}: write PART.OPTION=VALUE, e.g. ewc.strength=3000")
+        merged.setdefault(part, {})[name] = _number_or_text(value)
+    return merged
+
+
+def _number_or_text(text: str) -> Any:
+    try:
+        return float(text)  # YAML reads 3e3 as text
+    except ValueError:
+        return yaml.safe_load(text)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

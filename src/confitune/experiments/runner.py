@@ -31,7 +31,6 @@ from confitune.engine import (
 from confitune.errors import ConfituneError
 from confitune.experiments.recipe import Recipe
 from confitune.experiments.summary import write_summary
-from confitune.methods import create_method
 from confitune.nn import Backbone, ContinualNet, create_backbone, require_batch_norm
 from confitune.tasks import TaskSequence, load_tasks
 
@@ -58,7 +57,7 @@ def run_recipe(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a random start (weights 'none') is the same one in every run and after a resume
         backbone = create_backbone(recipe.model, recipe.weights)
-    if any(create_method(name).norm != "shared" for name in recipe.methods):
+    if any(recipe.method(name).norm != "shared" for name in recipe.methods):
         require_batch_norm(backbone.module)  # now, not after the methods that do without have been trained
     done = {run: _finished(folder, recipe, run, backbone) for run, folder in folders.items()}
     if any(done.values()):
@@ -118,7 +117,7 @@ def load_sequence(recipe: Recipe, backbone: Backbone, console: Console) -> TaskS
 def _run_group(
     recipe: Recipe, group: list[Run], out: Path, backbone: Backbone, sequence: TaskSequence, console: Console
 ) -> list[RunResult]:
-    settings = recipe.train_settings(0)
+    settings = recipe.train_settings(0, group[0][0])
     turns = Turns(len(group), apart=steps_of(sequence[0], settings) // len(group))
     with ExitStack() as stack:
         # Switches are the whole process's: set here, they stay while the runs' threads come and go.
@@ -141,9 +140,13 @@ def _run_one(
     board: Progress | None,
     turn: Listener,
 ) -> RunResult:
-    method, seed = create_method(run[0]), run[1]
+    method, seed = recipe.method(run[0]), run[1]
     net = ContinualNet(
-        copy.deepcopy(backbone.module), norm=method.norm, means=recipe.means, statistics=recipe.statistics
+        copy.deepcopy(backbone.module),
+        norm=method.norm,
+        means=recipe.means,
+        statistics=recipe.statistics,
+        **method.network,
     )
     folder = run_folder(out, recipe.dataset, *run)
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +156,7 @@ def _run_one(
         net,
         sequence,
         method,
-        recipe.train_settings(seed),
+        recipe.train_settings(seed, run[0]),
         folder=folder,
         config=recipe.identity(run[0], seed, backbone.weights_sha256),
         listeners=(progress, CsvLog(folder), TensorBoardLog(folder), turn),

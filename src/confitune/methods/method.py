@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import BaseModel
 
 from confitune.errors import ConfituneError
 from confitune.methods.penalty import Penalty
-from confitune.methods.schedule import Schedule
+from confitune.methods.schedule import Schedule, Stage
 from confitune.nn import Norm
 
 
@@ -19,6 +22,13 @@ class Method:
     Attributes:
         separate: every task gets a fresh copy of the pre-trained network (single-task learning).
         joint: all tasks are learned at once (the upper bound).
+        first_schedule: of the first task, where it differs.
+        network: further arguments of `ContinualNet`.
+        settings: what its paper trains with, where a run does not say otherwise: fields of `TrainSettings`.
+        configure: makes the method with options of its own, for those that have any.
+        options: what `configure` takes.
+        chosen: the options it was made with.
+        reference: the paper.
     """
 
     name: str
@@ -28,30 +38,62 @@ class Method:
     penalties: tuple[Penalty, ...] = ()
     separate: bool = False
     joint: bool = False
+    first_schedule: Schedule | None = None
+    network: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    configure: Callable[..., Method] | None = None
+    options: type[BaseModel] | None = None
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    reference: str = ""
 
     def __post_init__(self) -> None:
         if self.penalties and (self.separate or self.joint):
             raise ConfituneError(f"{self.name}: a penalty on earlier tasks makes no sense where there are none")
+        if self.penalties and self.norm in ("frozen", "calibrated"):
+            raise ConfituneError(f"{self.name}: a penalty has nothing to hold where the backbone never moves")
+
+    def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
+        """Of the task with this index (from 0)."""
+        schedule = self.first_schedule if index == 0 and self.first_schedule is not None else self.schedule
+        return schedule(epochs)
 
 
-Makers = Mapping[str, Callable[[], Penalty]]
+Makers = Mapping[str, Callable[..., Penalty]]
+MethodOptions = Mapping[str, Mapping[str, Any]]  # by the name of the part: {"ewc": {"strength": 1e4}}
 
 
-def compose(name: str, bases: Mapping[str, Method], penalties: Makers, default: str) -> Method:
+def compose(
+    name: str, bases: Mapping[str, Method], penalties: Makers, default: str, options: MethodOptions | None = None
+) -> Method:
     """The method that a name such as 'confit' or 'mas+confit' stands for.
 
-    Parts are joined by '+': at most one base method (default: `default`), and penalties.
+    Parts are joined by '+': at most one base method (default: `default`), and penalties. The paper's names 'mas-cpr'
+    and 'mas-afec' stand for 'mas+cpr' and 'mas+afec'.
     """
-    parts = name.split("+")
-    found = [bases[part] for part in parts if part in bases]
-    added = [penalties[part]() for part in parts if part not in bases and part in penalties]
+    options = options or {}
+    parts = [part for joined in name.split("+") for part in _PAPER_NAMES.get(joined, joined).split("+")]
     unknown = [part for part in parts if part not in bases and part not in penalties]
     if unknown:
         known = [*bases, *penalties]
         near = difflib.get_close_matches(unknown[0].lower(), known, 1, 0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfituneError(f"no method {unknown[0]!r}: {hint}There are {', '.join(known)}.")
+    if len(set(parts)) != len(parts):
+        raise ConfituneError(f"{name!r} names a part twice")
+    found = [_configured(bases[part], options.get(part)) for part in parts if part in bases]
+    added = [penalties[part](**options.get(part, {})) for part in parts if part not in bases]
     if len(found) > 1:
         raise ConfituneError(f"{name!r} names {len(found)} base methods ({', '.join(m.name for m in found)}); give one")
     base = found[0] if found else bases[default]
     return replace(base, name=name, penalties=tuple(added))
+
+
+_PAPER_NAMES = {"mas-cpr": "mas+cpr", "mas-afec": "mas+afec"}
+
+
+def _configured(base: Method, options: Mapping[str, Any] | None) -> Method:
+    if not options:
+        return base
+    if base.configure is None:
+        raise ConfituneError(f"{base.name} has no options, got {', '.join(options)}")
+    return base.configure(**options)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
+from confitune.errors import ConfituneError
 from confitune.nn import ContinualNet
 
 
@@ -18,8 +20,16 @@ class TaskContext:
     net: ContinualNet
     index: int  # of the task, from 0
     images: int  # in its training set
+    batch_size: int  # of its training steps
     batches: Callable[[int], Iterable[tuple[Tensor, Tensor]]]  # batch size -> inputs and labels, in stored order
-    train: Callable[[ContinualNet], None]  # train another network on this task alone, without penalties
+    train: Callable[..., None]  # train(other, only_epoch=None): train another network on this task, without penalties
+    seed: int  # for what a penalty draws in this task
+
+
+class PenaltyOptions(BaseModel):
+    """Base of a penalty's options: every choice its paper or a code base made, with a default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Penalty:
@@ -31,8 +41,27 @@ class Penalty:
     no `if` on a value), and what they keep from step to step is changed in place.
     """
 
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    reference: ClassVar[str] = ""
+    Options: ClassVar[type[PenaltyOptions]] = PenaltyOptions
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            self.options: Any = self.Options(**options)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            known = ", ".join(self.Options.model_fields) or "none"
+            raise ConfituneError(f"options of {self.name}: {problems} (there are: {known})") from error
+
+    def attach(self, net: ContinualNet) -> None:
+        """The network is where it will be trained: what was loaded from a checkpoint goes there, too."""
+
     def begin_task(self, context: TaskContext) -> None:
         """Before the first step of a task."""
+
+    def begin_epoch(self, context: TaskContext, epoch: int) -> None:
+        """Before the first step of an epoch (from 0)."""
 
     def output_loss(self, logits: Tensor, labels: Tensor) -> Tensor | None:
         """A term of the loss that depends on the outputs."""
@@ -62,7 +91,7 @@ class Penalty:
         """Everything that is kept between steps and tasks (tensors, numbers, text, lists and dicts of them)."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave."""
 
     def storage(self) -> int:
@@ -71,5 +100,6 @@ class Penalty:
 
 
 def shared_parameters(net: ContinualNet) -> dict[str, nn.Parameter]:
-    """The parameters that penalties act on: the backbone's, heads excluded."""
-    return dict(net.backbone.named_parameters())
+    """What penalties act on: the parameters that tasks share. Heads never; batch norms only where they are shared."""
+    own = set(map(id, net.norm_parameters())) if net.norm in ("xconv", "task") else set()
+    return {name: parameter for name, parameter in net.backbone.named_parameters() if id(parameter) not in own}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Part = Literal["head", "norm", "conv"]
+Part = Literal["head", "norm", "conv", "calibration"]
 
 
 @dataclass(frozen=True)

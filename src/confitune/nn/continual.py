@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.errors import ConfituneError
 from confitune.nn.backbones import headless
+from confitune.nn.calibration import Start
 from confitune.nn.convert import (
     ConversionReport,
     Statistics,
     apply_xconv,
+    convert_calibrated,
     convert_task_bn,
     require_batch_norm,
     require_unconverted,
@@ -27,7 +29,7 @@ from confitune.nn.mixing import mixed_logits
 from confitune.nn.slots import TaskSlots, initialise_head
 from confitune.nn.xconv import XconvNorm
 
-Norm = Literal["xconv", "task", "shared", "frozen"]
+Norm = Literal["xconv", "task", "shared", "frozen", "calibrated"]
 
 
 class ContinualNet(TaskSlots):
@@ -36,10 +38,12 @@ class ContinualNet(TaskSlots):
     Args:
         backbone: maps images to feature vectors [N, F]. A timm or torchvision classifier loses its last layer; its
             batch norms are converted in place.
-        norm: 'xconv' (ConFiT), 'task' (plain task-specific BN), 'shared' (one BN for all tasks) or 'frozen' (shared,
-            pre-trained statistics, evaluation mode throughout).
+        norm: 'xconv' (ConFiT), 'task' (plain task-specific BN), 'shared' (one BN for all tasks), 'frozen' (shared,
+            pre-trained statistics, evaluation mode throughout) or 'calibrated' (CCLL: task-specific BN and small
+            convolutions before it; every task starts from the pre-trained BN).
         means: of what Xconv BN keeps, see `convert_xconv_bn`.
         statistics: likewise.
+        start: of 'calibrated' layers, see `Calibration`.
         momentum: of all running statistics. The default is the paper's; timm's tf_ networks come with 0.01, which is
             too slow for tasks of a few hundred steps. None keeps what the layers have.
         example_input: a batch of two inputs; needed only where the backbone's input shape cannot be guessed.
@@ -60,11 +64,12 @@ class ContinualNet(TaskSlots):
         norm: Norm = "xconv",
         means: Means = "window",
         statistics: Statistics = "running",
+        start: Start = "random",
         momentum: float | None = 0.1,
         example_input: Tensor | None = None,
     ) -> None:
-        if norm not in ("xconv", "task", "shared", "frozen"):
-            raise ConfituneError(f"norm={norm!r} is not known; choose 'xconv', 'task', 'shared' or 'frozen'")
+        if norm not in get_args(Norm):
+            raise ConfituneError(f"norm={norm!r} is not known; choose one of {', '.join(map(repr, get_args(Norm)))}")
         require_unconverted(backbone)
         if norm != "shared":
             require_batch_norm(backbone)
@@ -83,14 +88,17 @@ class ContinualNet(TaskSlots):
             conversion = apply_xconv(backbone, flow, means, statistics)
         elif norm == "task":
             convert_task_bn(backbone)
+        elif norm == "calibrated":
+            convert_calibrated(backbone, flow, start)
         super().__init__(backbone, flow.features[0])
         self.norm: Norm = norm
         self.means: Means = means
         self.statistics: Statistics = statistics
-        self.kind = (norm, means, statistics) if norm == "xconv" else (norm,)
+        self.kind = {"xconv": (norm, means, statistics), "calibrated": (norm, start)}.get(norm, (norm,))
         self.momentum = momentum
         self.conversion = conversion
         self.compiled: Callable[[Tensor], Tensor] | None = None  # runs the backbone in training where it is set
+        self._pristine = self._norm_state() if norm == "calibrated" else {}
         self._moves = 0  # counts what tensor versions do not see: graph replays
         self._sums: list[Tensor] = []  # of batch moments, while measuring; then kept for the next time
         self._measuring = False
@@ -115,6 +123,7 @@ class ContinualNet(TaskSlots):
             self.prepare(self.last_task)
             self._store_current()
         self._reset_statistics()
+        self._start_calibrations(generator)
         head = self._head(len(names))
         initialise_head(head, generator)
         entry = TaskEntry(names, head.weight.new_empty(0))
@@ -122,6 +131,22 @@ class ContinualNet(TaskSlots):
         self._memory.tasks[name] = entry
         self._current = name
         self._recovered_at = None
+
+    def _norm_state(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{key}": tensor.clone()
+            for name, norm in self._memory.norms.items()
+            for key, tensor in norm.state_dict().items()
+        }
+
+    @torch.no_grad()
+    def _start_calibrations(self, generator: torch.Generator | None) -> None:
+        if self.norm != "calibrated":
+            return
+        for name, norm in self._memory.norms.items():
+            norm.load_state_dict({key: self._pristine[f"{name}.{key}"] for key in norm.state_dict()})
+            if norm.calibrated_by is not None:
+                norm.calibrated_by.reset(generator)
 
     def finish_task(
         self, batches: Iterable[Tensor] | None = None, forward: Callable[[Tensor], object] | None = None
@@ -361,9 +386,14 @@ class ContinualNet(TaskSlots):
         return [p for norm in self._batch_norms() for p in norm.parameters(recurse=False)]
 
     def conv_parameters(self) -> list[nn.Parameter]:
-        """Everything in the backbone that is not a batch norm's: convolutions, and Linear layers if there are any."""
-        norm = set(map(id, self.norm_parameters()))
-        return [p for p in self.backbone.parameters() if id(p) not in norm]
+        """Everything else in the backbone: convolutions, and Linear layers if there are any."""
+        other = set(map(id, [*self.norm_parameters(), *self.calibration_parameters()]))
+        return [p for p in self.backbone.parameters() if id(p) not in other]
+
+    def calibration_parameters(self) -> list[nn.Parameter]:
+        """The small convolutions of a 'calibrated' network."""
+        found = [norm.calibrated_by for norm in self._memory.norms.values()]
+        return [p for calibration in found if calibration is not None for p in calibration.parameters()]
 
 
 def _moments(norm: _BatchNorm) -> tuple[Tensor, Tensor]:

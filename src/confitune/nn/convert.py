@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.errors import ConfituneError
+from confitune.nn.calibration import Start
 from confitune.nn.flow import ConvCall, Flow, trace_flow
 from confitune.nn.geometry import Means
 from confitune.nn.input_means import InputMeans
@@ -132,6 +133,14 @@ def convert_task_bn(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, _BatchNorm):
             module.__class__ = converted_class(type(module), xconv=False)
+
+
+def convert_calibrated(model: nn.Module, flow: Flow, start: Start) -> None:
+    """Make every batch norm task-specific, in place, and give those that follow a convolution a calibration of it."""
+    convert_task_bn(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, TaskNorm) and isinstance(module, nn.BatchNorm2d) and flow.conv_before(name)[0]:
+            module.calibrate(start)
 
 
 def _conv_for(norm: _BatchNorm, call: ConvCall | None, reason: str) -> tuple[ConvCall | None, str]:

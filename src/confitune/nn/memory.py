@@ -130,6 +130,15 @@ class TaskMemory:
             recovers = isinstance(norm, XconvNorm)
             fields = ["weight", "bias", "running_var"] + ([] if recovers and finished else ["running_mean"])
             slots += [_Slot(f"{name}.{f}", norm, f) for f in fields if getattr(norm, f) is not None]
+            calibration = norm.calibrated_by
+            if calibration is not None:
+                spatial, gate = calibration.spatial, calibration.gate
+                for part, module, field in (
+                    ("spatial.weight", spatial, "weight"),
+                    ("gate.weight", gate, "weight"),
+                    ("gate.bias", gate, "bias"),
+                ):
+                    slots.append(_Slot(f"{name}.calibration.{part}", module, field))
         for name, statistics in self.statistics.items():
             slots += [
                 _Slot(_table_key(name, table), statistics, f"table{table}") for table in range(len(statistics.tables))

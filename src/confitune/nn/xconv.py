@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from confitune.errors import ConfituneError
+from confitune.nn.calibration import Calibration, Start
 from confitune.nn.input_means import InputMeans
 from confitune.nn.recovery import recover_output_mean
 
@@ -40,6 +41,9 @@ class TaskNorm(_NormBase):
 
     def forward(self, x: Tensor) -> Tensor:
         """The stock forward; a mixed batch takes each image's own precomputed scale and shift."""
+        calibration = self.calibrated_by
+        if calibration is not None:
+            x = calibration(x)
         if self._mixed is None:
             return super().forward(x)
         scale, shift = (rows.reshape(*rows.shape, *(1,) * (x.dim() - 2)) for rows in self._mixed)
@@ -48,6 +52,19 @@ class TaskNorm(_NormBase):
             if hasattr(self, name):
                 y = getattr(self, name)(y)
         return y
+
+    @property
+    def calibrated_by(self) -> Calibration | None:
+        """The calibration of the convolution's output, where there is one: the submodule `calibration`."""
+        found = self._modules.get("calibration")
+        assert found is None or isinstance(found, Calibration)
+        return found
+
+    def calibrate(self, start: Start) -> None:
+        """Have one from now on."""
+        like = self.running_var
+        assert like is not None
+        self.add_module("calibration", Calibration(self.num_features, start).to(like))
 
     def scale_and_shift(self) -> tuple[Tensor, Tensor]:
         """Evaluation-mode BN as y = x * scale + shift, in float64 from the live state."""
@@ -64,7 +81,8 @@ class TaskNorm(_NormBase):
     def mixes(self) -> bool:
         """Whether this layer's forward is known well enough to normalise each image by its own task."""
         stock = next(base for base in type(self).__mro__ if not issubclass(base, TaskNorm))
-        return getattr(stock, "forward", None) in _KNOWN_FORWARDS and self.track_running_stats
+        known = getattr(stock, "forward", None) in _KNOWN_FORWARDS
+        return known and self.track_running_stats and self.calibrated_by is None
 
 
 class XconvNorm(TaskNorm):

@@ -1,0 +1,97 @@
+"""Active forgetting with synaptic expansion-convergence (Wang et al.: AFEC: Active Forgetting of Negative Transfer in
+Continual Learning, NeurIPS 2021). A plug-in for any other method.
+
+Eq. 6 adds to the other method's loss lambda_e / 2 * sum of F_e (theta - theta_e)^2: a pull towards theta_e, the weights
+that a network free of any penalty finds for the task at hand, by its Fisher information F_e there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+
+from confitune.methods.importance import FisherEstimator, Mode, fisher
+from confitune.methods.penalty import PenaltyOptions, TaskContext, shared_parameters
+from confitune.methods.quadratic import QuadraticPenalty, copy_into
+from confitune.nn import ContinualNet
+
+
+class AfecOptions(PenaltyOptions):
+    """Choices of AFEC."""
+
+    strength: float = Field(10.0, ge=0, description="lambda_e")
+    form: Literal["first", "alternating"] = Field(
+        "first",
+        description="first: a copy of the network as it is learns the whole task before (the paper's algorithm 1); "
+        "alternating: a copy that is never reset learns an epoch before each epoch (the released code)",
+    )
+    fisher: FisherEstimator = Field("batch", description="as in EWC")
+    mode: Mode = Field("eval", description="as in EWC")
+
+
+class AFEC(QuadraticPenalty):
+    """From the second task on."""
+
+    name = "afec"
+    summary = "plug-in: pull towards what the task alone would learn"
+    reference = "Wang et al., NeurIPS 2021"
+    Options = AfecOptions
+    kept = ()
+    running = ("anchor", "weight")
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._free: ContinualNet | None = None  # the copy that is never reset
+        self._saved: dict[str, Any] | None = None
+
+    def attach(self, net: ContinualNet) -> None:
+        super().attach(net)
+        if self._saved is not None:
+            self._free = copy.deepcopy(net)
+            self._free.load_state_dict(self._saved)
+            self._saved = None
+
+    def begin_task(self, context: TaskContext) -> None:
+        self.anchored = False
+        if not context.index or not self.options.strength:
+            return
+        if self.options.form == "first":
+            free = copy.deepcopy(context.net)
+            context.train(free)
+            self._converge_to(free, context)
+
+    def begin_epoch(self, context: TaskContext, epoch: int) -> None:
+        if self.options.form != "alternating" or not self.options.strength:
+            return
+        if self._free is None:
+            self._free = copy.deepcopy(context.net)
+        context.train(self._free, only_epoch=epoch)
+        if context.index:
+            self._converge_to(self._free, context)
+
+    def end_task(self, context: TaskContext) -> None:
+        if self._free is not None:
+            self._free.finish_task(x for x, _ in context.batches(context.batch_size))
+
+    @torch.no_grad()
+    def _converge_to(self, free: ContinualNet, context: TaskContext) -> None:
+        with torch.enable_grad():
+            copy_into(self.weight, fisher(context, self.options.fisher, self.options.mode, free))
+        copy_into(self.anchor, {name: p.detach() for name, p in shared_parameters(free).items()})
+        self.anchored = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "free": self._free.state_dict() if self._free is not None else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._free, self._saved = None, state["free"]
+
+    def storage(self) -> int:
+        """Between tasks nothing but, in the alternating form, the copy."""
+        free = self._free
+        return 0 if free is None else sum(parameter.numel() for parameter in free.backbone.parameters())

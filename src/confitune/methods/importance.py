@@ -1,0 +1,151 @@
+"""How much a network's output depends on each shared weight, measured on a task's training data.
+
+Batch norm is in evaluation mode, so no running statistic moves; nothing else of the network changes either.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+from torch.nn.functional import cross_entropy, log_softmax
+
+from confitune.errors import ConfituneError
+from confitune.methods.penalty import TaskContext, shared_parameters
+from confitune.methods.quadratic import Tensors
+from confitune.nn import ContinualNet
+
+BATCH = 20  # of the CPR code, on which the paper built; its strengths have a meaning only with it
+
+FisherEstimator = Literal["batch", "exact", "sampled", "empirical"]
+Mode = Literal["eval", "train"]
+
+
+def fisher(context: TaskContext, estimator: FisherEstimator, mode: Mode, net: ContinualNet | None = None) -> Tensors:
+    """The diagonal of the Fisher information of the shared weights, averaged over the task's training images.
+
+    Args:
+        estimator: 'batch' squares the gradient of the mean loss of batches of 20, times 20 (the CPR code); the others
+            square each sample's own: 'empirical' with its label, 'sampled' with a label drawn from the network's
+            prediction, 'exact' in expectation over the prediction.
+        mode: of batch norm; 'train' measures a copy, whose statistics move and are thrown away (the CPR code).
+        net: of which, if not the context's.
+    """
+    net = net or context.net
+    if estimator == "batch":
+
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            return cross_entropy(logits.float(), labels)
+
+        return _over_batches(context, net, mode, loss, lambda g: g.square().mul_(BATCH))
+    if mode == "train":
+        raise ConfituneError("per-sample gradients need batch norm in evaluation mode: with mode='train' use 'batch'")
+    if estimator == "exact":
+        return _exact(context, net)
+    chance = torch.Generator().manual_seed(context.seed)
+
+    def drawn(logits: Tensor) -> Tensor:
+        return torch.multinomial(logits.float().softmax(1).cpu(), 1, generator=chance)[:, 0].to(logits.device)
+
+    def nll(logits: Tensor, label: Tensor) -> Tensor:
+        return cross_entropy(logits.float(), label)
+
+    return _per_sample(context, net, nll, Tensor.square, drawn if estimator == "sampled" else None)
+
+
+def output_sensitivity(context: TaskContext, squared: bool, per_sample: bool, mode: Mode) -> Tensors:
+    """MAS: the mean absolute gradient of the norm of the current head's logits."""
+
+    def norm(logits: Tensor, labels: Tensor | None = None) -> Tensor:
+        logits = logits.float()
+        return (logits.square().sum(1) if squared else logits.norm(dim=1)).mean()
+
+    if not per_sample:
+        return _over_batches(context, context.net, mode, norm, lambda g: g.abs().mul_(BATCH))
+    if mode == "train":
+        raise ConfituneError("per-sample gradients need batch norm in evaluation mode")
+    return _per_sample(context, context.net, norm, Tensor.abs, None)
+
+
+def _over_batches(
+    context: TaskContext,
+    net: ContinualNet,
+    mode: Mode,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    of_gradient: Callable[[Tensor], Tensor],
+) -> Tensors:
+    with _measured(net, mode) as measured:
+        parameters = shared_parameters(measured)
+        total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        for x, labels in context.batches(BATCH):
+            gradients = torch.autograd.grad(loss(measured(x), labels), list(parameters.values()))
+            with torch.no_grad():
+                torch._foreach_add_(list(total.values()), [of_gradient(g) for g in gradients])
+    torch._foreach_div_(list(total.values()), context.images)
+    return total
+
+
+def _per_sample(
+    context: TaskContext,
+    net: ContinualNet,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    of_gradient: Callable[[Tensor], Tensor],
+    relabel: Callable[[Tensor], Tensor] | None,
+) -> Tensors:
+    with _measured(net, "eval"), torch.no_grad():
+        parameters = {name: p.detach() for name, p in shared_parameters(net).items()}
+        total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        gradients_of = vmap(
+            grad(lambda weights, x, y: loss(_logits(net, weights, x[None]), y[None])), in_dims=(None, 0, 0)
+        )
+        for x, labels in context.batches(BATCH):
+            targets = labels if relabel is None else relabel(net(x))
+            for name, gradients in gradients_of(parameters, x, targets).items():
+                total[name] += of_gradient(gradients).sum(0)
+    torch._foreach_div_(list(total.values()), context.images)
+    return total
+
+
+def _exact(context: TaskContext, net: ContinualNet) -> Tensors:
+    with _measured(net, "eval"), torch.no_grad():
+        parameters = {name: p.detach() for name, p in shared_parameters(net).items()}
+        total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        score = vmap(
+            grad(lambda weights, x, c: log_softmax(_logits(net, weights, x[None]).float(), 1)[0].gather(0, c[None])[0]),
+            in_dims=(None, 0, None),
+        )
+        for x, _ in context.batches(BATCH):
+            probabilities = net(x).float().softmax(1)
+            for c in range(probabilities.shape[1]):
+                label = torch.full((), c, device=x.device)
+                for name, gradients in score(parameters, x, label).items():
+                    weights = probabilities[:, c].view(-1, *(1,) * (gradients.dim() - 1))
+                    total[name] += (weights * gradients.square()).sum(0)
+    torch._foreach_div_(list(total.values()), context.images)
+    return total
+
+
+def _logits(net: ContinualNet, weights: Tensors, x: Tensor) -> Tensor:
+    logits: Tensor = net.head(functional_call(net.backbone, weights, (x,)))
+    return logits
+
+
+@contextmanager
+def _measured(net: ContinualNet, mode: Mode) -> Iterator[ContinualNet]:
+    if mode == "train":
+        twin = copy.deepcopy(net)
+        if twin.tasks[twin.current_task].finished:
+            twin.reopen(twin.current_task)
+        yield twin.train()
+        return
+    was_training = net.training
+    net.eval()
+    try:
+        yield net
+    finally:
+        net.train(was_training)
