@@ -344,6 +344,10 @@ def test_a_missing_recipe(confitune, tmp_path):
         ("--tasks 9", "digits has 5 tasks of 2 classes, so tasks=9 is impossible"),
         ("--device nonsense", "device 'nonsense' cannot be used"),
         ("--device cuda:99", "device 'cuda:99' cannot be used"),
+        ("--step nonsense", "step='nonsense' is not known: There are 'auto', 'eager', 'graph' or 'compile'."),
+        ("--step grap", "step='grap' is not known: did you mean 'graph'?"),
+        ("--step graph", "step='graph' captures CUDA graphs and needs a GPU; leave it at 'auto'"),
+        ("--pixels hist", "pixels='hist' is not known: did you mean 'host'?"),
         ("--pipeline published", "digits has no 'published' pipeline"),
         ("--model resnet81", "no model 'resnet81' in timm or torchvision. Did you mean resnet18"),
         ("--model vit_tiny_patch16_224 --weights none", "VisionTransformer has no batch norm"),
@@ -397,6 +401,31 @@ def test_wrong_usage(confitune):
     assert "--epochs" in said.err
 
 
+@pytest.mark.parametrize("count", ["0", "-1", "two"])
+def test_there_is_at_least_one_seed_at_a_time(confitune, tiny, tmp_path, no_runs, count):
+    said = confitune("run", *tiny, "--parallel-seeds", count, "--out", tmp_path / "out")
+    assert said.code == 2
+    assert "--parallel-seeds" in said.err
+    assert "Traceback" not in said.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_how_it_is_run_goes_into_the_result_and_not_into_what_was_run(confitune, tiny, tmp_path):
+    out = tmp_path / "out"
+    options = ["--method", "finetune", "--seeds", 2, "--parallel-seeds", 2, "--deterministic", "--step", "eager"]
+    assert confitune("run", *tiny, *options, "--pixels", "host", "--out", out).code == 0
+    results = [RunResult.load(out / f"digits/finetune/seed-{seed}/result.json") for seed in (0, 1)]
+    for result in results:
+        assert result.execution == "fp32, eager, deterministic"
+        assert not {"parallel_seeds", "step", "pixels", "deterministic"} & set(result.config)
+    alone = tmp_path / "alone"
+    assert confitune("run", *tiny, "--method", "finetune", "--seeds", 2, "--out", alone).code == 0
+    for seed, result in enumerate(results):
+        other = RunResult.load(alone / f"digits/finetune/seed-{seed}/result.json")
+        assert (other.final_sha256, other.config) == (result.final_sha256, result.config)
+        assert other.execution == "fp32, eager"
+
+
 # ---- models and help -------------------------------------------------------------------------------------------------
 
 
@@ -448,6 +477,13 @@ def test_help_is_quick_because_it_imports_no_torch(arguments):
     assert "HEAVY []" in said
     expected = {"--help": ["run", "models"], "run": ["--dataset", "--resume", "--method"], "models": ["pattern"]}
     assert all(word in said for word in expected[arguments[0]])
+
+
+def test_help_shows_how_a_run_can_be_made_faster(confitune):
+    said = confitune("run", "--help").out
+    for option in ("--step", "--pixels", "--deterministic", "--parallel-seeds"):
+        assert option in said
+    assert "--no-deterministic" not in said
 
 
 def test_without_arguments_help_is_shown(confitune):

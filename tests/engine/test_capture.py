@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -119,10 +118,17 @@ def test_deterministic_sets_torchs_switches_and_puts_them_back(before, mode):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_switches_are_put_back_when_the_body_raises(before, deterministic):
-    settings = TrainSettings(deterministic=deterministic, step="compile")
-    with pytest.raises(ValueError, match="broken"), library_switches(settings, "compile"):
-        assert switches() != before or not deterministic
-        raise ValueError("broken")
+    inside = []
+
+    def broken():
+        with library_switches(TrainSettings(deterministic=deterministic), "compile"):
+            inside.append(switches())
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        broken()
+    assert inside[0]["cudnn.deterministic"] == deterministic
+    assert inside[0]["benchmark"] != deterministic
     assert switches() == before
 
 
@@ -205,12 +211,18 @@ def test_compiled_steps_equal_direct_ones_and_train_what_the_stage_says(make_net
 class Graph:
     """Stands in for a CUDA graph."""
 
-    made = ()
+    made = ()  # all since the test began
     capturing = False
 
     def __init__(self):
         self.replays = 0
         Graph.made.append(self)
+
+    def capture_begin(self, **_):
+        Graph.capturing = True
+
+    def capture_end(self):
+        Graph.capturing = False
 
     def replay(self):
         self.replays += 1
@@ -220,23 +232,10 @@ class Graph:
 def graphs(monkeypatch):
     """Graphs that can be made without a GPU; capturing runs the function, replaying only counts."""
 
-    @contextmanager
-    def capture(graph, **_):
-        monkeypatch.setattr(Graph, "capturing", True)
-        try:
-            yield
-        finally:
-            monkeypatch.setattr(Graph, "capturing", False)
-
     monkeypatch.setattr(Graph, "made", [])
-    for name, stand_in in {
-        "CUDAGraph": Graph,
-        "graph": capture,
-        "current_stream": lambda device: None,
-        "graph_pool_handle": object,
-        "synchronize": lambda device: None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return Graph.made
 
 

@@ -63,6 +63,38 @@ def test_runs_without_a_step_are_done_one_after_the_other():
     assert (diary, results) == ([0, 1, 2], [0, 10, 20])
 
 
+def test_runs_start_so_many_turns_apart():
+    turns, diary = Turns(3, apart=2), []
+    assert turns.run([steps(turns, run, 4, diary) for run in range(3)]) == ["run 0", "run 1", "run 2"]
+    alone, two = [(0, 0), (0, 1)], [(1, 0), (0, 2), (1, 1), (0, 3)]
+    assert diary == [*alone, *two, (2, 0), (1, 2), (2, 1), (1, 3), (2, 2), (2, 3)]
+
+
+def test_a_run_starts_at_once_when_nobody_is_left_to_wait_for():
+    turns, diary = Turns(3, apart=100), []
+    assert turns.run([steps(turns, run, 2, diary) for run in range(3)]) == ["run 0", "run 1", "run 2"]
+    assert diary == [(run, step) for run in range(3) for step in range(2)]
+
+
+def test_an_error_stops_those_that_have_not_started():
+    turns, diary = Turns(3, apart=100), []
+    with pytest.raises(ValueError, match="early"):
+        turns.run([steps(turns, run, 2, diary, ValueError("early")) for run in range(3)])
+    assert diary == [(0, 0), (0, 1)]
+
+
+def test_the_turn_is_passed_on_after_a_test_too():
+    turns, diary = Turns(2), []
+
+    def work(run):
+        for done in range(2):
+            diary.append((run, done))
+            turns.listener(run).task_tested(done + 1, 2)
+
+    turns.run([lambda run=run: work(run) for run in range(2)])
+    assert diary == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
 def test_one_run_alone():
     turns, diary = Turns(1), []
     assert turns.run([steps(turns, 0, 3, diary)]) == ["run 0"]
@@ -157,15 +189,15 @@ def test_every_run_starts_from_the_callers_random_state():
     assert turns.run([lambda: torch.rand(3).tolist()] * 3) == [torch.rand(3).tolist()] * 3
 
 
-@pytest.mark.parametrize("method", ["confit", "finetune"])
-def test_seeds_side_by_side_give_what_they_give_alone(make_run, method):
+@pytest.mark.parametrize(("method", "apart"), [("confit", 0), ("confit", 5), ("finetune", 0)])
+def test_seeds_side_by_side_give_what_they_give_alone(make_run, method, apart):
     """With dropout and augmentation, so that chance is drawn in every step; the second run is shorter than the rest."""
     options = {"dropout": 0.3, "augmentation": "flip-shift", "epochs": 2}
 
     def run_of(seed, **more):
         return make_run(method, seed=seed, **options, **({"batch_size": 16} if seed == 1 else {}), **more)
 
-    turns = Turns(3)
+    turns = Turns(3, apart)
     runs = [run_of(seed, listeners=(turns.listener(seed),)) for seed in range(3)]
     together = turns.run([run.run for run in runs])
     alone = [run_of(seed) for seed in range(3)]

@@ -311,3 +311,50 @@ def test_settings_are_not_compared_by_the_run_itself(runs):
     run = runs("killed", eval_batch_size=7)
     assert run.resume()
     assert run.settings == TrainSettings(epochs=5, batch_size=8, lr=0.05, device="cpu", eval_batch_size=7)
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """(task, epoch) of every checkpoint that is written; epoch None after a whole task."""
+    pairs, save = [], Checkpoint.save
+
+    def spy(checkpoint, folder):
+        pairs.append((checkpoint.task, checkpoint.fit and checkpoint.fit["epoch"]))
+        save(checkpoint, folder)
+
+    monkeypatch.setattr(Checkpoint, "save", spy)
+    return pairs
+
+
+def test_without_seconds_between_them_checkpoints_are_written_after_every_epoch(runs, saved):
+    runs("whole", checkpoint_seconds=0, epochs=3).run()
+    assert saved == [pair for task in range(3) for pair in ((task, 1), (task, 2), (task + 1, None))]
+
+
+def test_a_short_run_writes_no_checkpoint_and_ends_the_same(runs, saved, tmp_path):
+    reference = runs("whole", checkpoint_seconds=0).run()
+    saved.clear()
+    found = runs("short", checkpoint_seconds=1e9).run()
+    assert saved == []
+    assert sorted(path.name for path in (tmp_path / "short").iterdir()) == ["accuracy.csv", "epochs.csv"]
+    assert (found.accuracy_matrix, found.final_sha256) == (reference.accuracy_matrix, reference.final_sha256)
+    assert rows(tmp_path / "short" / "epochs.csv") == rows(tmp_path / "whole" / "epochs.csv")
+
+
+def test_checkpoints_are_written_when_the_last_one_is_old_enough(runs, saved, monkeypatch):
+    """By a clock that ticks a second an epoch: every fourth of fifteen, between tasks or within."""
+    clock = {"now": 100.0}
+    monkeypatch.setattr("confitune.engine.run.time.perf_counter", lambda: clock["now"])
+
+    class Tick(Listener):
+        def epoch_ended(self, end):
+            clock["now"] += 1
+
+    runs("whole", Tick(), checkpoint_seconds=4).run()
+    assert saved == [(0, 4), (1, 3), (2, 2)]
+    saved.clear()
+    # Resumed, the next is due four seconds from now, not from the start of the first run.
+    run = runs("whole", Tick(), checkpoint_seconds=2)
+    assert run.resume()
+    run.run()
+    assert saved == [(2, 4)]

@@ -287,3 +287,72 @@ def test_tasks_and_classes_can_be_chosen(values, tmp_path):
     (result,) = run_recipe(make_recipe({**values, **options}), tmp_path)
     order = torch.randperm(10, generator=torch.Generator().manual_seed(1)).tolist()
     assert [task["classes"] for task in result.tasks] == [[str(c) for c in order[:3]], [str(c) for c in order[3:6]]]
+
+
+# ---- seeds side by side ----------------------------------------------------------------------------------------------
+
+
+def test_seeds_side_by_side_give_the_results_of_one_after_the_other(finished, values, tmp_path, started):
+    recipe = make_recipe({**values, "methods": ["confit"], "seeds": 3})
+    one_by_one = run_recipe(recipe, finished, resume=True)  # seeds 0 and 1 were run so before, seed 2 is now
+    assert started == [("confit", 2)]
+    started.clear()
+    together = run_recipe(recipe, tmp_path / "together", parallel_seeds=2)
+    assert sorted(started) == [("confit", seed) for seed in range(3)]
+    for seed, (mine, other) in enumerate(zip(together, one_by_one, strict=True)):
+        saved = RunResult.load(run_folder(tmp_path / "together", "digits", "confit", seed) / "result.json")
+        assert saved == mine
+        assert saved.seed == other.seed == seed
+        assert saved.accuracy_matrix == other.accuracy_matrix
+        assert saved.final_sha256 == other.final_sha256
+        assert saved.config == other.config
+    assert len({result.final_sha256 for result in together}) == 3
+    accs = [json.loads((out / "summary.json").read_text()) for out in (finished, tmp_path / "together")]
+    assert accs[0]["digits"]["confit"]["acc"] == accs[1]["digits"]["confit"]["acc"]
+
+
+def test_so_many_seeds_are_side_by_side_and_methods_never(values, tmp_path, monkeypatch):
+    running, seen, run = set(), [], SequenceRun.run
+
+    def spy(self):
+        running.add((self.method.name, self.settings.seed))
+        try:
+            seen.append(sorted(running))
+            return run(self)
+        finally:
+            running.discard((self.method.name, self.settings.seed))
+
+    monkeypatch.setattr(SequenceRun, "run", spy)
+    recipe = make_recipe({**values, "methods": ["linear-probe", "bn-only"], "tasks": 1, "seeds": 3})
+    run_recipe(recipe, tmp_path, parallel_seeds=2)
+    expected = []
+    for method in ("linear-probe", "bn-only"):
+        expected += [[(method, 0)], [(method, 0), (method, 1)], [(method, 2)]]
+    assert seen == expected
+
+
+def test_resume_runs_only_the_seeds_that_are_left(finished, values, started):
+    before = contents(finished / "digits/finetune/seed-0")
+    expected = RunResult.load(finished / "digits/finetune/seed-1/result.json")
+    for name in ("result.json", "checkpoint.pt"):
+        (finished / "digits/finetune/seed-1" / name).unlink(missing_ok=True)
+    recipe = make_recipe({**values, "methods": ["finetune"], "seeds": 3})
+    results = run_recipe(recipe, finished, resume=True, parallel_seeds=2)
+    assert sorted(started) == [("finetune", 1), ("finetune", 2)]
+    assert [result.seed for result in results] == [0, 1, 2]
+    assert results[1].final_sha256 == expected.final_sha256
+    assert contents(finished / "digits/finetune/seed-0") == before
+
+
+def test_an_error_in_one_seed_stops_those_beside_it(values, tmp_path, monkeypatch):
+    run = SequenceRun.run
+
+    def second_fails(self):
+        if self.settings.seed == 1:
+            raise Killed
+        return run(self)
+
+    monkeypatch.setattr(SequenceRun, "run", second_fails)
+    with pytest.raises(Killed):
+        run_recipe(make_recipe({**values, "methods": ["finetune"], "seeds": 3}), tmp_path, parallel_seeds=3)
+    assert [path.parent.name for path in tmp_path.rglob("result.json")] == []

@@ -54,6 +54,8 @@ class QuadraticPenalty(Penalty):
         if not self.anchored:
             return
         trained = {name: p for name, p in shared_parameters(net).items() if p.grad is not None}
+        if not trained:
+            return
         pull = torch._foreach_sub([p.detach() for p in trained.values()], _of(self.anchor, trained))
         torch._foreach_mul_(pull, _of(self.weight, trained))
         torch._foreach_add_([p.grad for p in trained.values() if p.grad is not None], pull, alpha=self.slope)
@@ -108,12 +110,16 @@ class PathPenalty(QuadraticPenalty):
     def read_gradients(self, net: ContinualNet) -> None:
         """Keep the gradient; what is frozen has none."""
         trained = {name: p.grad for name, p in shared_parameters(net).items() if p.grad is not None}
+        if not trained:
+            return
         torch._foreach_copy_(_of(self.gradient, trained), list(trained.values()))
 
     @torch.no_grad()
     def after_step(self, net: ContinualNet) -> None:
         """Take in how far each weight went."""
         trained = {name: p for name, p in shared_parameters(net).items() if p.grad is not None}
+        if not trained:
+            return
         now = [p.detach() for p in trained.values()]
         moved = torch._foreach_sub(now, _of(self.previous, trained))
         self.take_in(list(trained), moved, self._gradients(trained))
