@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from confitune.engine import Executor, Listener, TaskFit, TrainSettings, fit, library_switches
+from confitune.engine.capture import _compiled as compile_backbone
 from confitune.errors import ConfituneError
 from confitune.methods import METHODS, Penalty
 from confitune.tasks import TaskSequence
@@ -203,6 +204,36 @@ def test_compiled_steps_equal_direct_ones_and_train_what_the_stage_says(make_net
             assert compiled.tasks[name].batches == eager.tasks[name].batches == (batches,) * 3
         for key, value in eager.backbone.state_dict().items():
             torch.testing.assert_close(compiled.backbone.state_dict()[key], value, rtol=0, atol=1e-5)
+
+
+def test_each_kind_of_step_is_compiled_for_itself(make_run, sequence, monkeypatch):
+    """Code that was compiled while a parameter was frozen would leave it frozen (torch 2.11)."""
+    made = []
+
+    def compiled(net):
+        used_for = set()
+        made.append(used_for)
+
+        def forward(x):
+            trained = tuple(layer.weight.requires_grad for layer in net.backbone[:2])
+            used_for.add((*trained, torch.is_grad_enabled()))
+            return net.backbone(x)
+
+        return forward
+
+    monkeypatch.setattr("confitune.engine.capture._compiled", compiled)
+    make_run(tasks=sequence.first(1), epochs=5, step="compile", statistics="pass").run()
+    stages = [{(False, False, True)}, {(False, True, True)}, {(True, True, True)}]
+    assert made == [*stages, {(True, True, False)}]  # the last is the pass
+
+
+def test_what_is_compiled_is_the_backbone_under_a_code_of_its_own(make_net, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    net, x = make_net("xconv").eval(), torch.rand(2, 3, 16, 16)
+    first, second = compile_backbone(net), compile_backbone(net)
+    assert first.__code__ is not second.__code__
+    with torch.no_grad():
+        assert torch.equal(first(x), net.backbone(x))
 
 
 # ---- the order of things in a capture, with graphs that only count ---------------------------------------------------

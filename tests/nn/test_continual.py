@@ -624,6 +624,7 @@ def test_measuring_leaves_everything_right_even_if_a_batch_raises(backbone, trai
     assert set(counters(net).values()) == {2}
     assert len(counters(net)) == 4
     assert net.training == training
+    assert not net._measuring
     # Measured again, nothing of the first attempt is left.
     assert last.calls == 3
     clean, _ = stumbling(backbone, statistics="pass")

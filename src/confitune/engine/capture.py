@@ -11,7 +11,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -57,6 +57,7 @@ class Executor:
             self.lr = torch.tensor(settings.lr, device=self.device)
         self._listener = listener or Listener()
         self._graphs: dict[Hashable, _Captured] = {}
+        self._others: dict[int, Executor] = {}
         self._seen: Counter[Hashable] = Counter()
         self._pool: Any = None
         self._captures = self.mode != "eager" and self.device.type == "cuda"
@@ -68,6 +69,12 @@ class Executor:
         with library_switches(self.settings, self.mode), _own_stream(self.device):
             yield
 
+    def of(self, other: ContinualNet) -> Executor:
+        """The executor of another network that is trained beside this one, the same each time."""
+        if id(other) not in self._others:
+            self._others[id(other)] = Executor(other, self.settings, self._listener)
+        return self._others[id(other)]
+
     def set_lr(self, lr: float) -> None:
         """The learning rate of the steps to come, captured ones included."""
         if isinstance(self.lr, Tensor):
@@ -75,20 +82,24 @@ class Executor:
         else:
             self.lr = lr
 
-    def __call__(self, kind: Hashable, function: Callable[..., Tensor | None], *inputs: Tensor | None) -> Tensor | None:
+    def __call__(
+        self, kind: Hashable, function: Callable[..., Tensor | None], *inputs: Tensor | None, trains: bool = True
+    ) -> Tensor | None:
         """What `function(*inputs)` gives; the tensor is valid until the next call.
 
         Args:
             kind: functions of one kind do the same to the same tensors, whatever those and the inputs hold.
             function: launches work on the device and waits for nothing.
+            trains: whether the network is trained or measured by it, not only looked at.
         """
         kind = (kind, tuple(None if x is None else (x.shape, x.dtype) for x in inputs))
         if kind in self._graphs:
             output = self._replay(kind, inputs)
-            self.net.replayed(self._graphs[kind].remembered)
+            if trains:
+                self.net.replayed(self._graphs[kind].remembered)
             return output
         self._seen[kind] += 1
-        with self._compiling(kind):
+        with self._compiling(kind) if trains else nullcontext():
             if self._captures and self._seen[kind] > _NOT_CAPTURED and self._capture(kind, function, inputs):
                 return self._replay(kind, inputs)  # a capture runs nothing, though Python has counted it
             return function(*inputs)

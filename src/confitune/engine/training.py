@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -292,7 +292,7 @@ class TaskFit:
     def _context(self) -> TaskContext:
         def train(other: ContinualNet, only_epoch: int | None = None) -> None:
             bare = replace(self.method, penalties=())
-            fit = TaskFit(other, self.task, bare, self.settings, Listener(), self.index)
+            fit = TaskFit(other, self.task, bare, self.settings, Listener(), self.index, self.executor.of(other))
             if only_epoch is None:
                 fit.run()
             else:
@@ -302,6 +302,10 @@ class TaskFit:
             for pixels, labels in batches(self.task.train, size, self.device):
                 yield self.task.preprocess(pixels).contiguous(memory_format=torch.channels_last), labels
 
+        def run(net: ContinualNet, kind: Hashable, function: Callable[..., None], *inputs: Tensor) -> None:
+            executor = self.executor if net is self.net else self.executor.of(net)
+            executor(kind, function, *inputs, trains=False)
+
         return TaskContext(
             net=self.net,
             index=self.index,
@@ -309,5 +313,6 @@ class TaskFit:
             batch_size=self.batch_size,
             batches=stored_order,
             train=train,
+            run=run,
             seed=derived_seed(self.settings.seed, "penalty", self.index),
         )

@@ -45,8 +45,8 @@ class AFEC(QuadraticPenalty):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._free: ContinualNet | None = None  # the copy that is never reset
-        self._saved: dict[str, Any] | None = None
+        self._free: ContinualNet | None = None
+        self._saved: dict[str, Any] | None = None  # of the copy that is never reset
 
     def attach(self, net: ContinualNet) -> None:
         super().attach(net)
@@ -60,9 +60,12 @@ class AFEC(QuadraticPenalty):
         if not context.index or not self.options.strength:
             return
         if self.options.form == "first":
-            free = copy.deepcopy(context.net)
-            context.train(free)
-            self._converge_to(free, context)
+            if self._free is None:
+                self._free = copy.deepcopy(context.net)
+            else:  # in place: steps that were captured for it serve again
+                self._free.load_state_dict(context.net.state_dict())
+            context.train(self._free)
+            self._converge_to(self._free, context)
 
     def begin_epoch(self, context: TaskContext, epoch: int) -> None:
         if self.options.form != "alternating" or not self.options.strength:
@@ -74,18 +77,19 @@ class AFEC(QuadraticPenalty):
             self._converge_to(self._free, context)
 
     def end_task(self, context: TaskContext) -> None:
-        if self._free is not None:
+        if self._free is not None and self.options.form == "alternating":
             self._free.finish_task(x for x, _ in context.batches(context.batch_size))
 
     @torch.no_grad()
     def _converge_to(self, free: ContinualNet, context: TaskContext) -> None:
         with torch.enable_grad():
-            copy_into(self.weight, fisher(context, self.options.fisher, self.options.mode, free))
+            fisher(context, self.options.fisher, self.options.mode, self.weight, free)
         copy_into(self.anchor, {name: p.detach() for name, p in shared_parameters(free).items()})
         self.anchored = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "free": self._free.state_dict() if self._free is not None else None}
+        keep = self._free is not None and self.options.form == "alternating"
+        return {**super().state_dict(), "free": self._free.state_dict() if keep and self._free else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -93,5 +97,6 @@ class AFEC(QuadraticPenalty):
 
     def storage(self) -> int:
         """Between tasks nothing but, in the alternating form, the copy."""
-        free = self._free
-        return 0 if free is None else sum(parameter.numel() for parameter in free.backbone.parameters())
+        if self._free is None or self.options.form == "first":
+            return 0
+        return sum(parameter.numel() for parameter in self._free.backbone.parameters())

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from confitune.methods.importance import FisherEstimator, Mode, fisher
 from confitune.methods.penalty import PenaltyOptions, TaskContext
-from confitune.methods.quadratic import QuadraticPenalty
+from confitune.methods.quadratic import QuadraticPenalty, Tensors
 
 
 class EwcOptions(PenaltyOptions):
@@ -33,13 +33,15 @@ class EWC(QuadraticPenalty):
     summary = "pull by the Fisher information"
     reference = "Kirkpatrick et al., PNAS 2017"
     Options = EwcOptions
+    scratch = ("new",)
+    new: Tensors
 
     @torch.no_grad()
     def end_task(self, context: TaskContext) -> None:
         with torch.enable_grad():
-            new = fisher(context, self.options.fisher, self.options.mode)
+            fisher(context, self.options.fisher, self.options.mode, self.new)
         weights, t = list(self.weight.values()), context.index
         torch._foreach_mul_(weights, t)
-        torch._foreach_add_(weights, [new[name] for name in self.weight])
+        torch._foreach_add_(weights, [self.new[name] for name in self.weight])
         torch._foreach_div_(weights, t + 1)
         self.anchor_here(context)

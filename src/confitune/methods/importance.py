@@ -26,7 +26,9 @@ FisherEstimator = Literal["batch", "exact", "sampled", "empirical"]
 Mode = Literal["eval", "train"]
 
 
-def fisher(context: TaskContext, estimator: FisherEstimator, mode: Mode, net: ContinualNet | None = None) -> Tensors:
+def fisher(
+    context: TaskContext, estimator: FisherEstimator, mode: Mode, into: Tensors, net: ContinualNet | None = None
+) -> None:
     """The diagonal of the Fisher information of the shared weights, averaged over the task's training images.
 
     Args:
@@ -34,19 +36,21 @@ def fisher(context: TaskContext, estimator: FisherEstimator, mode: Mode, net: Co
             square each sample's own: 'empirical' with its label, 'sampled' with a label drawn from the network's
             prediction, 'exact' in expectation over the prediction.
         mode: of batch norm; 'train' measures a copy, whose statistics move and are thrown away (the CPR code).
+        into: where it goes; the same tensors each time, so that a captured pass serves every task.
         net: of which, if not the context's.
     """
     net = net or context.net
+    torch._foreach_zero_(list(into.values()))
     if estimator == "batch":
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             return cross_entropy(logits.float(), labels)
 
-        return _over_batches(context, net, mode, loss, lambda g: g.square().mul_(BATCH))
+        return _over_batches(context, net, mode, loss, lambda g: g.square().mul_(BATCH), into)
     if mode == "train":
         raise ConfituneError("per-sample gradients need batch norm in evaluation mode: with mode='train' use 'batch'")
     if estimator == "exact":
-        return _exact(context, net)
+        return _exact(context, net, into)
     chance = torch.Generator().manual_seed(context.seed)
 
     def drawn(logits: Tensor) -> Tensor:
@@ -55,21 +59,22 @@ def fisher(context: TaskContext, estimator: FisherEstimator, mode: Mode, net: Co
     def nll(logits: Tensor, label: Tensor) -> Tensor:
         return cross_entropy(logits.float(), label)
 
-    return _per_sample(context, net, nll, Tensor.square, drawn if estimator == "sampled" else None)
+    return _per_sample(context, net, nll, Tensor.square, drawn if estimator == "sampled" else None, into)
 
 
-def output_sensitivity(context: TaskContext, squared: bool, per_sample: bool, mode: Mode) -> Tensors:
+def output_sensitivity(context: TaskContext, squared: bool, per_sample: bool, mode: Mode, into: Tensors) -> None:
     """MAS: the mean absolute gradient of the norm of the current head's logits."""
+    torch._foreach_zero_(list(into.values()))
 
     def norm(logits: Tensor, labels: Tensor | None = None) -> Tensor:
         logits = logits.float()
         return (logits.square().sum(1) if squared else logits.norm(dim=1)).mean()
 
     if not per_sample:
-        return _over_batches(context, context.net, mode, norm, lambda g: g.abs().mul_(BATCH))
+        return _over_batches(context, context.net, mode, norm, lambda g: g.abs().mul_(BATCH), into)
     if mode == "train":
         raise ConfituneError("per-sample gradients need batch norm in evaluation mode")
-    return _per_sample(context, context.net, norm, Tensor.abs, None)
+    return _per_sample(context, context.net, norm, Tensor.abs, None, into)
 
 
 def _over_batches(
@@ -78,16 +83,24 @@ def _over_batches(
     mode: Mode,
     loss: Callable[[Tensor, Tensor], Tensor],
     of_gradient: Callable[[Tensor], Tensor],
-) -> Tensors:
+    into: Tensors,
+) -> None:
+    total = list(into.values())
     with _measured(net, mode) as measured:
-        parameters = shared_parameters(measured)
-        total = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        for x, labels in context.batches(BATCH):
-            gradients = torch.autograd.grad(loss(measured(x), labels), list(parameters.values()))
+        found = shared_parameters(measured)
+        parameters = [found[name] for name in into]
+
+        def add(x: Tensor, labels: Tensor) -> None:
+            gradients = torch.autograd.grad(loss(measured(x), labels), parameters)
             with torch.no_grad():
-                torch._foreach_add_(list(total.values()), [of_gradient(g) for g in gradients])
-    torch._foreach_div_(list(total.values()), context.images)
-    return total
+                torch._foreach_add_(total, [of_gradient(g) for g in gradients])
+
+        for x, labels in context.batches(BATCH):
+            if mode == "eval":
+                context.run(net, ("importance", id(into), len(net.head.bias)), add, x, labels)
+            else:
+                add(x, labels)  # on a copy that will not be there again
+    torch._foreach_div_(total, context.images)
 
 
 def _per_sample(
@@ -96,25 +109,23 @@ def _per_sample(
     loss: Callable[[Tensor, Tensor], Tensor],
     of_gradient: Callable[[Tensor], Tensor],
     relabel: Callable[[Tensor], Tensor] | None,
-) -> Tensors:
+    into: Tensors,
+) -> None:
     with _measured(net, "eval"), torch.no_grad():
         parameters = {name: p.detach() for name, p in shared_parameters(net).items()}
-        total = {name: torch.zeros_like(p) for name, p in parameters.items()}
         gradients_of = vmap(
             grad(lambda weights, x, y: loss(_logits(net, weights, x[None]), y[None])), in_dims=(None, 0, 0)
         )
         for x, labels in context.batches(BATCH):
             targets = labels if relabel is None else relabel(net(x))
             for name, gradients in gradients_of(parameters, x, targets).items():
-                total[name] += of_gradient(gradients).sum(0)
-    torch._foreach_div_(list(total.values()), context.images)
-    return total
+                into[name] += of_gradient(gradients).sum(0)
+    torch._foreach_div_(list(into.values()), context.images)
 
 
-def _exact(context: TaskContext, net: ContinualNet) -> Tensors:
+def _exact(context: TaskContext, net: ContinualNet, into: Tensors) -> None:
     with _measured(net, "eval"), torch.no_grad():
         parameters = {name: p.detach() for name, p in shared_parameters(net).items()}
-        total = {name: torch.zeros_like(p) for name, p in parameters.items()}
         score = vmap(
             grad(lambda weights, x, c: log_softmax(_logits(net, weights, x[None]).float(), 1)[0].gather(0, c[None])[0]),
             in_dims=(None, 0, None),
@@ -125,9 +136,8 @@ def _exact(context: TaskContext, net: ContinualNet) -> Tensors:
                 label = torch.full((), c, device=x.device)
                 for name, gradients in score(parameters, x, label).items():
                     weights = probabilities[:, c].view(-1, *(1,) * (gradients.dim() - 1))
-                    total[name] += (weights * gradients.square()).sum(0)
-    torch._foreach_div_(list(total.values()), context.images)
-    return total
+                    into[name] += (weights * gradients.square()).sum(0)
+    torch._foreach_div_(list(into.values()), context.images)
 
 
 def _logits(net: ContinualNet, weights: Tensors, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from confitune.methods.importance import Mode, output_sensitivity
 from confitune.methods.penalty import PenaltyOptions, TaskContext
-from confitune.methods.quadratic import QuadraticPenalty
+from confitune.methods.quadratic import QuadraticPenalty, Tensors
 
 
 class MasOptions(PenaltyOptions):
@@ -36,11 +36,14 @@ class MAS(QuadraticPenalty):
     summary = "pull by the outputs' sensitivity"
     reference = "Aljundi et al., ECCV 2018"
     Options = MasOptions
+    scratch = ("new",)
+    new: Tensors
 
     @torch.no_grad()
     def end_task(self, context: TaskContext) -> None:
         chosen = self.options
         with torch.enable_grad():
-            new = output_sensitivity(context, chosen.output == "squared", chosen.gradients == "sample", chosen.mode)
-        torch._foreach_add_(list(self.weight.values()), [new[name] for name in self.weight])
+            squared, per_sample = chosen.output == "squared", chosen.gradients == "sample"
+            output_sensitivity(context, squared, per_sample, chosen.mode, self.new)
+        torch._foreach_add_(list(self.weight.values()), [self.new[name] for name in self.weight])
         self.anchor_here(context)

@@ -23,6 +23,7 @@ class TaskContext:
     batch_size: int  # of its training steps
     batches: Callable[[int], Iterable[tuple[Tensor, Tensor]]]  # batch size -> inputs and labels, in stored order
     train: Callable[..., None]  # train(other, only_epoch=None): train another network on this task, without penalties
+    run: Callable[..., None]  # run(net, kind, function, *tensors): the function, captured where that is faster
     seed: int  # for what a penalty draws in this task
 
 

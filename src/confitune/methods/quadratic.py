@@ -18,16 +18,17 @@ class QuadraticPenalty(Penalty):
     """slope / 2 * sum over parameters of weight * (theta - anchor)^2.
 
     `anchor` and `weight` are allocated once and changed in place. Whatever else a method keeps by parameter it lists in
-    `kept` (between tasks) or `running` (within a task).
+    `kept` (between tasks), `running` (within a task) or `scratch` (for a moment).
     """
 
     kept: tuple[str, ...] = ("anchor", "weight")
     running: tuple[str, ...] = ()
+    scratch: tuple[str, ...] = ()
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.anchored = False  # whether there is an earlier task to stay close to
-        for field in (*self.kept, *self.running):
+        for field in (*self.kept, *self.running, *self.scratch):
             setattr(self, field, {})
         self.anchor: Tensors
         self.weight: Tensors
@@ -40,7 +41,7 @@ class QuadraticPenalty(Penalty):
     def attach(self, net: ContinualNet) -> None:
         """Allocate, or move to the network's device, everything that is kept."""
         parameters = shared_parameters(net)
-        for field in (*self.kept, *self.running):
+        for field in (*self.kept, *self.running, *self.scratch):
             tensors: Tensors = getattr(self, field)
             for name, parameter in parameters.items():
                 if name not in tensors:
