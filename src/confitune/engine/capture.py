@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -100,9 +101,31 @@ class Executor:
             return output
         self._seen[kind] += 1
         with self._compiling(kind) if trains else nullcontext():
+            if self._captures and self._seen[kind] == _NOT_CAPTURED and self.mode == "graph":
+                return self._watched(function, inputs)
             if self._captures and self._seen[kind] > _NOT_CAPTURED and self._capture(kind, function, inputs):
                 return self._replay(kind, inputs)  # a capture runs nothing, though Python has counted it
             return function(*inputs)
+
+    def _watched(self, function: Callable[..., Tensor | None], inputs: Inputs) -> Tensor | None:
+        """Run it, and see whether it waits for the device anywhere: a capture would break on that."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                output = function(*inputs)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        if any("synchronizing CUDA operation" in str(warning.message) for warning in seen):
+            self._give_up("it waits for the device (.item(), a copy to the CPU, an `if` on a value)")
+        return output
+
+    def _give_up(self, why: str) -> None:
+        self._captures = False
+        self._listener.note(
+            f"this network cannot be captured as a CUDA graph and is trained kernel by kernel, which is slower: {why}"
+        )
 
     @contextmanager
     def _compiling(self, kind: Hashable) -> Iterator[None]:
@@ -132,12 +155,11 @@ class Executor:
             with _capturing(graph, self._pool):
                 output = function(*static)
         except RuntimeError as error:
-            self._captures = False
             torch.cuda.synchronize(self.device)
-            self._listener.note(
-                "this network cannot be captured as a CUDA graph and is trained kernel by kernel, which is slower: "
-                f"{str(error).splitlines()[0]}"
-            )
+            # A broken-off capture leaves the generator believing that it is in one.
+            generator = torch.cuda.default_generators[self.device.index or 0]
+            generator.graphsafe_set_state(generator.clone_state())
+            self._give_up(str(error).splitlines()[0])
             return False
         self._graphs[kind] = _Captured(graph, self.net.remembered(), static, output)
         return True

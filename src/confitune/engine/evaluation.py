@@ -41,7 +41,12 @@ def evaluate_all(
         right.append(right_answers(net, task, settings).double().mean())
         if listener is not None:
             listener.task_tested(done, len(tasks))
-    return [100.0 * share for share in torch.stack(right).tolist()]
+    shares = torch.stack(right)
+    if listener is not None and shares.is_cuda:
+        done_with = torch.cuda.Event()
+        done_with.record()
+        listener.waiting(done_with.query)
+    return [100.0 * share for share in shares.tolist()]
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -46,6 +46,9 @@ class Listener:
     def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
         """A task is learned; accuracies of all tasks so far, in percent."""
 
+    def waiting(self, ready: Callable[[], bool]) -> None:
+        """The run is about to wait for the device, until `ready`: others may go on meanwhile."""
+
     def note(self, message: str) -> None:
         """Something a person should know."""
 
@@ -83,6 +86,10 @@ class Listeners(Listener):
     def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
         for listener in self._all:
             listener.task_ended(task, accuracies)
+
+    def waiting(self, ready: Callable[[], bool]) -> None:
+        for listener in self._all:
+            listener.waiting(ready)
 
     def note(self, message: str) -> None:
         for listener in self._all:

@@ -38,8 +38,13 @@ class Turns:
         self._stopped = False
 
     def listener(self, run: int) -> Listener:
-        """For the run to listen to itself with: it passes the turn on after every step and every test."""
+        """For the run to listen to itself with: it passes the turn on after every step and test, and while it waits."""
         return _PassOn(self, run)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether more than one is running."""
+        return len(self._running) > 1
 
     def pass_on(self, run: int) -> None:
         """Let the others do a step each."""
@@ -129,6 +134,10 @@ class _PassOn(Listener):
 
     def task_tested(self, done: int, tasks: int) -> None:
         self._turns.pass_on(self._run)
+
+    def waiting(self, ready: Callable[[], bool]) -> None:
+        while not ready() and self._turns.has_others:
+            self._turns.pass_on(self._run)
 
 
 def _random_state() -> list[Tensor]:

@@ -36,6 +36,10 @@ class EpochReadings:
         else:
             self._read = self._on_device
 
+    def here(self) -> bool:
+        """Whether the device has done all steps and its numbers are here."""
+        return self._on_device.device.type != "cuda" or self._copied.passed()
+
     def wait(self) -> None:
         """Until the device has done all steps and its numbers are here."""
         if self._on_device.device.type == "cuda":
@@ -84,6 +88,9 @@ class _Moment:
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+    def passed(self) -> bool:
+        return self._event is None or bool(self._event.query())
 
     def until(self, later: _Moment) -> float:
         if self._event is not None and later._event is not None:

@@ -195,6 +195,7 @@ class TaskFit:
         """Read and tell what the epochs so far measured, but for the last few; stop if the numbers went bad."""
         while len(self._under_way) > all_but:
             done = self._under_way.popleft()
+            self.listener.waiting(done.readings.here)
             done.readings.wait()
             self._require_finite(done)
             seen = self.steps_an_epoch * self.batch_size
@@ -264,7 +265,11 @@ class TaskFit:
         settings, lr = self.settings, self.executor.lr
         on_gpu: dict[str, Any] = {"fused": True} if self.device.type == "cuda" else {}
         if settings.optimizer == "sgd":
-            return torch.optim.SGD(trained, lr, settings.momentum, weight_decay=settings.weight_decay, **on_gpu)
+            sgd = torch.optim.SGD(trained, lr, settings.momentum, weight_decay=settings.weight_decay, **on_gpu)
+            if settings.momentum:  # all at once, though stages train some later: fused kernels take all or none
+                for parameter in trained:
+                    sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            return sgd
         if on_gpu:
             on_gpu["capturable"] = True
         adam = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
