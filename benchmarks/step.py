@@ -111,7 +111,7 @@ def show_steps(
     options: argparse.Namespace,
 ) -> None:
     for norm in NORMS if not deterministic else ("silent",):
-        for stage in STAGES if norm != "tracking" and not deterministic else ("all",):
+        for stage in STAGES if norm != "tracking" and not deterministic and mode == "graph" else ("all",):
             began = time.perf_counter()
             settings = TrainSettings(
                 batch_size=batch,
@@ -169,8 +169,7 @@ def show_tasks(
         "running": (METHODS["confit"], {"statistics": "running"}),
         "pass": (METHODS["confit"], {"statistics": "pass"}),
     }
-    modes = [mode for mode in options.mode if mode != "eager"] or ["eager"]
-    for mode in modes:
+    for mode in ["graph"] if "graph" in options.mode else ["eager"]:
         settings = TrainSettings(batch_size=batch, device=options.device, step=mode)
         nets = {
             name: ContinualNet(copy.deepcopy(backbone.module), norm=method.norm, means=options.means, **of_net)

@@ -61,7 +61,8 @@ def confitune(monkeypatch, capsys, tmp_path):
 def ran_once(tiny, tmp_path_factory):
     """A folder with finetune and confit finished, and the arguments that made it."""
     out = tmp_path_factory.mktemp("ran") / "out"
-    arguments = ["run", *tiny, "--method", "finetune", "--method", "confit", "--out", str(out)]
+    arguments = ["run", *tiny, "--method", "finetune", "--method", "confit", "--checkpoint-seconds", "0"]
+    arguments += ["--out", str(out)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["/usr/bin/confitune", *arguments])
         with pytest.raises(SystemExit) as exit_:
@@ -120,7 +121,9 @@ def test_a_run_leaves_results_summary_logs_and_pictures(ran):
 def test_the_result_holds_the_command(ran_once):
     out, arguments = ran_once
     result = RunResult.load(out / "digits/confit/seed-0/result.json")
-    assert result.command == " ".join(["confitune", *arguments])
+    shown = [Path(argument).name if argument.startswith("/") else argument for argument in arguments]
+    assert result.command == " ".join(["confitune", *shown])  # without the folders of this machine
+    assert "/" not in result.command
 
 
 def test_a_run_prints_its_tasks_and_the_table(confitune, tiny, tmp_path):
@@ -259,7 +262,7 @@ def in_a_process(*arguments):
 
 def test_a_killed_process_resumes_to_the_same_result(confitune, weights, tmp_path):
     options = "--dataset digits --tasks 2 --epochs 6 --batch-size 32 --model test_byobnet --method confit --device cpu"
-    arguments = ["run", *options.split(), "--weights", str(weights), "--momentum", "0.9"]
+    arguments = ["run", *options.split(), "--weights", str(weights), "--momentum", "0.9", "--checkpoint-seconds", "0"]
     process = in_a_process(*arguments, "--out", str(tmp_path / "killed"))
     checkpoint = tmp_path / "killed/digits/confit/seed-0/checkpoint.pt"
     until = time.monotonic() + 120
@@ -269,10 +272,11 @@ def test_a_killed_process_resumes_to_the_same_result(confitune, weights, tmp_pat
     output, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, output
     saved = torch.load(checkpoint, weights_only=True)
-    assert (saved["task"], saved["fit"]["epoch"]) == (0, 5)  # the first is written after 5 epochs
+    done = 6 * saved["task"] + (saved["fit"]["epoch"] if saved["fit"] else 0)
+    assert 1 <= done < 12
     assert not (checkpoint.parent / "result.json").exists()
 
-    before = (checkpoint.parent / "epochs.csv").read_text().splitlines()[: 1 + 5]
+    before = (checkpoint.parent / "epochs.csv").read_text().splitlines()[: 1 + done]
 
     message = refused(confitune(*arguments, "--out", tmp_path / "killed"))
     assert "holds a broken-off run: add --resume" in message
@@ -285,7 +289,7 @@ def test_a_killed_process_resumes_to_the_same_result(confitune, weights, tmp_pat
     assert resumed.final_sha256 == whole.final_sha256
     assert resumed.config == whole.config
     after = (checkpoint.parent / "epochs.csv").read_text().splitlines()
-    assert after[: 1 + 5] == before  # to the last digit of their seconds: they were not done again
+    assert after[: 1 + done] == before  # to the last digit of their seconds: they were not done again
     logs = [
         [line.split(",")[:7] for line in (tmp_path / name / "digits/confit/seed-0/epochs.csv").read_text().splitlines()]
         for name in ("killed", "whole")
@@ -489,3 +493,126 @@ def test_help_shows_how_a_run_can_be_made_faster(confitune):
 def test_without_arguments_help_is_shown(confitune):
     assert "Usage" in (said := confitune()).out + said.err
     assert "run" in said.out + said.err
+
+
+# ---- tune and methods ------------------------------------------------------------------------------------------------
+
+
+def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tmp_path):
+    out = tmp_path / "tuned"
+    arguments = ["tune", "ewc", *tiny, "--grid", "100", "--grid", "1", "--out", out]
+    said = confitune(*arguments)
+    assert said.code == 0
+    assert "grid point 1 of 2: ewc.strength=1 (1 more after it, then the retraining)" in said.out
+    best = json.loads((out / "search.json").read_text())["winner"]
+    for strength in (1, 100):
+        result = RunResult.load(out / f"grid/ewc.strength={strength}/digits/ewc/seed-0/result.json")
+        row = cells(said.out, f"{strength:>12}")  # right-aligned below ewc.strength
+        assert row[1:3] == [f"{result.acc:.1f}", f"{result.fgt:.1f}"]
+        if strength == best:
+            test = RunResult.load(out / f"retrained/ewc.strength={strength}/digits/ewc/seed-0/result.json")
+            assert row[4:] == [f"{test.acc:.1f}", f"{test.fgt:.1f}"]
+            assert test.config["held_out"] is None
+    assert f"Everything is in {out}; to run the winner again: confitune run {out / 'winner.yaml'}" in said.out
+
+    message = refused(confitune(*arguments))
+    assert "holds a finished run: add --resume" in message
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SequenceRun, "run", lambda self: pytest.fail("a run was started"))
+        assert confitune(*arguments, "--resume").code == 0
+
+    said = confitune("run", out / "winner.yaml", "--out", tmp_path / "again")
+    assert said.code == 0
+    again = RunResult.load(tmp_path / "again/digits/ewc/seed-0/result.json")
+    assert again.final_sha256 == test.final_sha256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("confit", "confit has no option to search, it needs none"),
+        ("ewcc", "no method 'ewcc': did you mean 'ewc'?"),
+        ("ewc --option mas.strength", "ewc has no option 'mas.strength'; there are ewc.strength"),
+        ("ewc --option ewc.fisher", "the paper has no grid for ewc.fisher"),
+        ("ewc --grid 1", "a search needs two or more values"),
+        ("ewc --grid 1 --grid x", "options of ewc: strength"),
+        ("ewc --set strength=3", "--set strength=3: write PART.OPTION=VALUE"),
+        ("ewc --tasks 9", "digits has 5 tasks of 2 classes, so tasks=9 is impossible"),
+        ("ewc --weights none.pth", "no weights file none.pth"),
+        ("ewc none.yaml", "no recipe none.yaml"),
+        ("ewc --epochs 0", "epochs=0"),
+    ],
+)
+def test_what_cannot_be_tuned_is_said_in_one_message(confitune, tiny, tmp_path, no_runs, arguments, expected):
+    method, *options = arguments.split()
+    assert expected in refused(confitune("tune", method, *tiny, *options, "--out", tmp_path / "out"))
+    assert not list((tmp_path / "out").rglob("*.json"))
+
+
+def test_tune_takes_a_recipe_and_options_win_over_it(confitune, tmp_path, monkeypatch):
+    (tmp_path / "mine.yaml").write_text("dataset: digits\nmethods: [finetune]\nlr: 0.5\nseeds: 4\nmeans: phase\n")
+    seen = []
+
+    def stopped(search, out, **how):
+        seen.append((search, out, how))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("confitune.experiments.run_search", stopped)
+    options = ["--seeds", 2, "--set", "mas.strength=7", "--parallel-seeds", 2, "--no-retrain", "--resume"]
+    said = confitune("tune", "mas-cpr", tmp_path / "mine.yaml", *options, "--out", tmp_path / "out")
+    assert said.code == 130
+    assert "stopped; the same command with --resume goes on where it was" in said.err
+    ((search, out, how),) = seen
+    recipe = search.recipe
+    assert (recipe.dataset, recipe.methods, recipe.lr, recipe.seeds, recipe.means) == (
+        "digits",
+        ("mas-cpr",),
+        0.5,
+        2,
+        "phase",
+    )
+    assert search.validation(0.5).options == {"mas": {"strength": 7.0}, "cpr": {"beta": 0.5}}
+    assert out == tmp_path / "out"
+    assert (how["resume"], how["parallel_seeds"], how["retrain"]) == (True, 2, False)
+
+
+def test_methods_lists_all_of_them(confitune):
+    said = confitune("methods")
+    assert said.code == 0
+    assert cells(said.out, "confit")[3:5] == ["45,075", "0"]
+    assert cells(said.out, "ewc")[3:5] == ["0", "22,353,024"]
+
+
+def test_methods_with_a_name_shows_its_options(confitune):
+    said = confitune("methods", "mas-cpr")
+    assert said.code == 0
+    assert cells(said.out, "cpr.beta") == ["cpr.beta", "0.05", "0.2", "0.02", "0.01", "0.1", "of the entropy"]
+    assert "confitune tune mas-cpr" in said.out
+    assert "no method 'mass': did you mean 'mas'?" in refused(confitune("methods", "mass"))
+
+
+def test_methods_as_json(confitune):
+    found = json.loads(confitune("methods", "--json").out)
+    assert {entry["name"]: entry["numbers_once"] for entry in found}["rwalk"] == 4 * 11_176_512
+    one = json.loads(confitune("methods", "ewc", "--json").out)
+    assert one == next(entry for entry in found if entry["name"] == "ewc")
+    assert one["options"][0]["paper"]["flowers102"] == 100_000
+
+
+@pytest.mark.parametrize("command", ["tune", "methods"])
+def test_help_of_tune_and_methods_teaches_and_imports_no_torch(command):
+    program = (
+        "import sys\nfrom confitune.cli import main\n"
+        f"sys.argv = ['confitune', '{command}', '--help']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print('HEAVY', sorted({'torch', 'timm', 'matplotlib', 'numpy'} & set(sys.modules)))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "120"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    said = plain(done.stdout)
+    assert "HEAVY []" in said
+    expected = {
+        "tune": ["confitune tune ewc --dataset digits --seeds 3", "--grid", "--option", "--resume", "--no-retrain"],
+        "methods": ["confitune methods ewc", "--json"],
+    }
+    assert all(word in said for word in expected[command])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -29,7 +30,7 @@ def _root() -> None:
 
 
 Option = typer.Option
-_NOT_IN_RECIPE = ("recipe", "method", "set_option", "parallel_seeds", "out", "resume")
+_NOT_IN_RECIPE = ("recipe", "method", "set_option", "parallel_seeds", "checkpoint_seconds", "out", "resume")
 
 
 @app.command(name="run")
@@ -77,6 +78,7 @@ def run_command(
         Option("--set", help="repeatable: an option of a method, e.g. ewc.strength=3000 (see `confitune methods`)"),
     ] = None,
     parallel_seeds: Annotated[int, Option(min=1, help="so many seeds of a method at once, to fill a large GPU")] = 1,
+    checkpoint_seconds: Annotated[float, Option(min=0, help="how much work a killed run may lose, at most")] = 30.0,
     out: Annotated[Path, Option(help="results, logs and pictures go below this folder")] = Path("confitune-run"),
     resume: Annotated[bool, Option(help="take what is finished there as it is, and go on with what is not")] = False,
 ) -> None:
@@ -105,7 +107,14 @@ def run_command(
     checked = make_recipe(values, source=str(recipe) if recipe else "the options given")
     console = Console()
     try:
-        results = run_recipe(checked, out, resume=resume, parallel_seeds=parallel_seeds, console=console)
+        results = run_recipe(
+            checked,
+            out,
+            resume=resume,
+            parallel_seeds=parallel_seeds,
+            checkpoint_seconds=checkpoint_seconds,
+            console=console,
+        )
     except KeyboardInterrupt:  # here, because typer ends the program without a word
         Console(stderr=True).print("stopped; the same command with --resume goes on where it was", style="yellow")
         raise typer.Exit(130) from None
@@ -150,6 +159,109 @@ def models_command(
             counts = (r.norms, r.recovered, r.phase_numbers, r.window_numbers)
             table.add_row(r.name, f"{r.parameters / 1e6:.1f}M", *(f"{count:,}" for count in counts))
     console.print(table)
+
+
+_NOT_IN_TUNE_RECIPE = (*_NOT_IN_RECIPE, "option", "grid", "retrain")
+
+
+@app.command(name="tune")
+def tune_command(
+    method: Annotated[str, typer.Argument(help="one method: ewc, si, rwalk, mas, mas-cpr, ewc+confit, ...")],
+    recipe: Annotated[Path | None, typer.Argument(help="a YAML file as `confitune run` takes it")] = None,
+    dataset: Annotated[
+        str | None,
+        Option(help="photos, digits (offline), flowers102, cifar100, cub200, caltech101, or folder:PATH"),
+    ] = None,
+    order_seed: Annotated[int | None, Option(help="of the order of classes, and of what is held out")] = None,
+    model: Annotated[str | None, Option(help="a timm or torchvision name, e.g. resnet18.tv_in1k")] = None,
+    weights: Annotated[str | None, Option(help="a .safetensors or .pth file, or 'none' for a random start")] = None,
+    data_dir: Annotated[Path | None, Option(help="folder that holds the datasets")] = None,
+    cache_dir: Annotated[Path | None, Option(help="folder for decoded images")] = None,
+    seeds: Annotated[int | None, Option(help="how many runs of each value, with seeds 0, 1, ...")] = None,
+    tasks: Annotated[int | None, Option(help="only the first so many tasks")] = None,
+    epochs: Annotated[int | None, Option(help="a task; default: the dataset's (the paper's for its four sets)")] = None,
+    batch_size: Annotated[int | None, Option(help="default: the dataset's")] = None,
+    device: Annotated[str | None, Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
+    pipeline: Annotated[str | None, Option(help="clean, or published (what the paper's code fed the network)")] = None,
+    set_option: Annotated[
+        list[str] | None, Option("--set", help="repeatable: another option of the method, e.g. mas.strength=30")
+    ] = None,
+    option: Annotated[
+        str | None, Option(help="what to search, e.g. ewc.strength; default: what the paper searched")
+    ] = None,
+    grid: Annotated[list[str] | None, Option(help="repeatable: a value to try; default: the paper's values")] = None,
+    parallel_seeds: Annotated[int, Option(min=1, help="so many seeds of a value at once, to fill a large GPU")] = 1,
+    out: Annotated[Path, Option(help="everything goes below this folder")] = Path("confitune-tune"),
+    resume: Annotated[bool, Option(help="take what is finished there as it is, and go on with what is not")] = False,
+    retrain: Annotated[bool, Option(help="train the winner again on all training images, and test it")] = True,
+) -> None:
+    """Choose an option of a method by images held out of training, as the paper did.
+
+    A tenth of every task's training images is held out; each value of the grid is trained on the rest and tested on
+    them. The best value (ACC; of equal ones FGT) is written to OUT/winner.yaml and trained again on all training
+    images: only then are the test images looked at.
+
+    [bold]Examples[/bold]
+
+      confitune tune ewc --dataset digits --seeds 3
+
+      confitune tune mas-cpr recipes/flowers102-paper.yaml --data-dir data --out runs/tune-cpr --resume
+
+      confitune tune ewc+confit --option ewc.strength --grid 300 --grid 3000 --grid 30000 --no-retrain
+    """
+    given = {name: value for name, value in locals().items() if name not in _NOT_IN_TUNE_RECIPE}
+    from confitune.experiments import edge_note, merge_options, plan_search, read_recipe, run_search, search_table
+
+    values: dict[str, Any] = read_recipe(recipe) if recipe else {}
+    values |= {name: value for name, value in given.items() if value is not None}
+    if set_option:
+        values["options"] = merge_options(values.get("options") or {}, set_option)
+    source = str(recipe) if recipe else "the options given"
+    search = plan_search(method, values, option, grid or (), source)
+    console = Console()
+    try:
+        points, retrained = run_search(
+            search, out, resume=resume, parallel_seeds=parallel_seeds, retrain=retrain, console=console
+        )
+    except KeyboardInterrupt:  # as in `run`
+        Console(stderr=True).print("stopped; the same command with --resume goes on where it was", style="yellow")
+        raise typer.Exit(130) from None
+    console.print(search_table(search, points, retrained))
+    if note := edge_note(search, points):
+        console.print(f"note: {note}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    where = f"Everything is in {out}; to run the winner again: confitune run {out / 'winner.yaml'}"
+    console.print(where, soft_wrap=True, markup=False, highlight=False)
+
+
+@app.command(name="methods")
+def methods_command(
+    name: Annotated[
+        str | None, typer.Argument(help="one method, also composed: confit, ewc, mas-cpr, ewc+confit; default: all")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="print JSON instead of tables")] = False,
+) -> None:
+    """List the methods, what each stores and what it does besides plain fine-tuning; with a name, its options.
+
+    Numbers are those of a ResNet18, measured from the network that each method trains, without heads: "a task" for
+    every task, "once" however many there are. Penalties (ewc, si, rwalk, mas, cpr, afec) join a base method and one
+    another by '+'; alone they join finetune. mas-cpr and mas-afec are the paper's names of mas+cpr and mas+afec.
+
+    [bold]Examples[/bold]
+
+      confitune methods
+
+      confitune methods ewc
+
+      confitune methods mas+cpr+confit --json
+    """
+    from confitune.experiments import method_page, methods_table, report_method, report_methods
+
+    reports = [report_method(name)] if name else report_methods()
+    if as_json:
+        found = [report.as_json() for report in reports]
+        typer.echo(json.dumps(found[0] if name else found, indent=1))
+    else:
+        Console().print(method_page(reports[0]) if name else methods_table(reports))
 
 
 def main() -> None:

@@ -332,7 +332,6 @@ def test_a_network_that_cannot_be_captured_is_noted_once_and_run_directly(make_n
     assert note.endswith("operation not permitted when stream is capturing")
 
 
-@pytest.mark.xfail(strict=True, reason="what Python counted in a capture that failed stays", raises=AssertionError)
 def test_a_capture_that_fails_is_no_batch(make_net, graphs):
     class Waits(nn.Module):
         def forward(self, x):

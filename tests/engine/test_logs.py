@@ -108,7 +108,9 @@ def test_several_listeners_hear_the_same_in_order():
         "stage_started": ("head",),
         "step_done": (1, 3),
         "epoch_ended": ("end",),
+        "task_tested": (1, 2),
         "task_ended": (0, [50.0]),
+        "waiting": (bool,),
         "note": ("odd",),
     }
     for hook, args in calls.items():

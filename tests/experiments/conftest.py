@@ -25,7 +25,7 @@ def values(weights):
 @pytest.fixture(scope="session")
 def finished_once(values, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished")
-    run_recipe(make_recipe({**values, "seeds": 2}), out)
+    run_recipe(make_recipe({**values, "seeds": 2}), out, checkpoint_seconds=0)
     return out
 
 

@@ -223,7 +223,7 @@ def test_a_broken_off_run_goes_on(finished, values, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         kill_after_first_task(patch)
         with pytest.raises(Killed):
-            run_recipe(recipe, out)
+            run_recipe(recipe, out, checkpoint_seconds=0)
     assert not (out / "digits/finetune/seed-0/result.json").exists()
     begun, run = [], SequenceRun.run
     monkeypatch.setattr(SequenceRun, "run", lambda self: (begun.append((self.method.name, self.task)), run(self))[1])
@@ -244,7 +244,7 @@ def test_a_random_start_is_the_same_one_when_resumed(values, tmp_path, monkeypat
     with monkeypatch.context() as patch:
         kill_after_first_task(patch)
         with pytest.raises(Killed):
-            run_recipe(recipe, tmp_path / "killed")
+            run_recipe(recipe, tmp_path / "killed", checkpoint_seconds=0)
     torch.manual_seed(3)
     (resumed,) = run_recipe(recipe, tmp_path / "killed", resume=True)
     assert resumed.weights == "none (random start)"

@@ -4,6 +4,7 @@ import pytest
 
 from confitune.errors import ConfituneError
 from confitune.methods import METHODS, Method, Penalty, compose, create_method, hierarchical, plain
+from confitune.methods import PENALTIES as KNOWN
 
 
 class L2(Penalty):
@@ -134,3 +135,110 @@ def test_a_penalty_that_overrides_nothing_does_nothing():
 def test_own_methods_are_checked_too():
     with pytest.raises(ConfituneError, match="mine"):
         Method("mine", plain, "shared", "", penalties=(L2(),), joint=True)
+
+
+def parts_of(method):
+    return [(type(penalty), penalty.options) for penalty in method.penalties]
+
+
+@pytest.mark.parametrize(("paper", "parts"), [("mas-cpr", "mas+cpr"), ("mas-afec", "mas+afec")])
+def test_the_papers_names_stand_for_compositions(paper, parts):
+    options = {"mas": {"strength": 7}, "cpr": {"beta": 0.2}, "afec": {"strength": 3}}
+    found, expected = create_method(paper, options), create_method(parts, options)
+    assert found.name == paper
+    assert parts_of(found) == parts_of(expected)
+    assert [penalty.name for penalty in found.penalties] == parts.split("+")
+    assert (found.schedule, found.norm) == (plain, "shared")
+    assert found.penalties[0].options.strength == 7
+
+
+def test_the_papers_names_can_be_composed_further():
+    method = create_method("confit+mas-afec")
+    assert [penalty.name for penalty in method.penalties] == ["mas", "afec"]
+    assert (method.schedule, method.norm) == (hierarchical, "xconv")
+
+
+def test_options_reach_their_part_and_no_other():
+    options = {"ewc": {"strength": 5, "fisher": "exact"}, "cpr": {"beta": 0.5}, "si": {"damping": 0.3}}
+    ewc, cpr = create_method("ewc+cpr", options).penalties
+    assert ewc.options.model_dump() == {"strength": 5.0, "fisher": "exact", "mode": "eval"}
+    assert cpr.options.model_dump() == {"beta": 0.5}
+    (mas,) = create_method("mas", options).penalties
+    assert mas.options == type(mas)().options
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("ewc", {"strenght": 3}, ["options of ewc", "strenght", "strength, fisher, mode"]),
+        ("ewc", {"fisher": "diagonal"}, ["options of ewc", "fisher", "'batch', 'exact', 'sampled' or 'empirical'"]),
+        ("ewc", {"strength": -1}, ["options of ewc", "strength", "greater than or equal to 0"]),
+        ("si", {"damping": 0}, ["options of si", "damping", "greater than 0"]),
+        ("si", {"strength": "much"}, ["options of si", "strength", "number"]),
+        ("rwalk", {"new_share": 1.1}, ["options of rwalk", "new_share", "less than or equal to 1"]),
+        ("rwalk", {"new_share": 0}, ["options of rwalk", "new_share", "greater than 0"]),
+        ("mas", {"output": "max", "gradients": "all"}, ["output", "'norm' or 'squared'", "gradients"]),
+        ("cpr", {"strength": 1}, ["options of cpr", "strength", "there are: beta"]),
+        ("afec", {"form": "last"}, ["options of afec", "'first' or 'alternating'"]),
+    ],
+)
+def test_wrong_options_are_named_with_those_there_are(name, options, words):
+    with pytest.raises(ConfituneError) as caught:
+        create_method(name, {name: options})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["finetune", "confit", "linear-probe", "joint"])
+def test_options_of_a_base_that_has_none_are_refused(name):
+    with pytest.raises(ConfituneError, match=f"{name} has no options, got lr, depth"):
+        create_method(name, {name: {"lr": 1, "depth": 2}})
+    assert create_method(name, {name: {}}) == METHODS[name]
+
+
+@pytest.mark.parametrize("name", ["ewc+ewc", "mas-cpr+mas", "cpr+mas-cpr", "confit+confit", "mas-afec+mas-cpr"])
+def test_a_part_twice_is_refused(name):
+    with pytest.raises(ConfituneError, match="names a part twice") as caught:
+        create_method(name)
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize("penalty", ["ewc", "si", "rwalk", "mas", "mas-cpr", "mas-afec"])
+@pytest.mark.parametrize(
+    ("base", "why"),
+    [
+        ("linear-probe", "the backbone never moves"),
+        ("ccll", "the backbone never moves"),
+        ("joint", "no sense where there are none"),
+        ("single-task", "no sense where there are none"),
+    ],
+)
+def test_penalties_are_refused_where_there_is_nothing_to_hold(base, why, penalty):
+    with pytest.raises(ConfituneError, match=rf"{base}\+{penalty}: .*{why}"):
+        create_method(f"{base}+{penalty}")
+
+
+@pytest.mark.parametrize("base", ["finetune", "confit", "hierarchical", "finetune-xconv", "task-bn"])
+def test_penalties_go_with_every_base_that_moves_shared_weights(base):
+    method = create_method(f"{base}+ewc")
+    assert (method.schedule, method.norm) == (METHODS[base].schedule, METHODS[base].norm)
+
+
+@pytest.mark.parametrize(("name", "near"), [("ewcc", "ewc"), ("mas+afce", "afec"), ("mas-cpr+rwallk", "rwalk")])
+def test_an_unknown_penalty_is_answered_with_the_nearest(name, near):
+    with pytest.raises(ConfituneError, match=f"did you mean {near!r}"):
+        create_method(name)
+
+
+def test_every_penalty_by_its_name():
+    assert list(KNOWN) == ["ewc", "si", "rwalk", "mas", "cpr", "afec"]
+    for name, penalty in KNOWN.items():
+        assert penalty.name == name
+        assert penalty.summary
+        assert penalty.reference
+        assert all(field.description for field in penalty.Options.model_fields.values())
+
+
+def test_the_default_strengths():
+    chosen = {name: penalty().options for name, penalty in KNOWN.items()}
+    strengths = {name: options.strength for name, options in chosen.items() if name != "cpr"}
+    assert strengths == {"ewc": 1e4, "si": 10.0, "rwalk": 50.0, "mas": 30.0, "afec": 10.0}

@@ -646,7 +646,6 @@ def test_measuring_leaves_everything_right_even_if_a_batch_raises(backbone, trai
             assert torch.equal(found.running_mean, expected.running_mean)
 
 
-@pytest.mark.xfail(strict=True, reason="the sums of an earlier measurement keep their precision", raises=AssertionError)
 def test_measuring_follows_the_network_to_another_precision(backbone):
     torch.manual_seed(0)
     net = ContinualNet(backbone(), statistics="pass")
@@ -662,7 +661,6 @@ def test_measuring_follows_the_network_to_another_precision(backbone):
         torch.testing.assert_close(found.running_var, expected.running_var, rtol=1e-13, atol=0)
 
 
-@pytest.mark.xfail(strict=True, reason="pending batches of a broken-off measurement are sums", raises=AssertionError)
 def test_training_goes_on_after_a_measurement_that_broke_off(backbone):
     net, _ = stumbling(backbone, 3)
     x = batches_of(1)[0]
@@ -675,8 +673,6 @@ def test_training_goes_on_after_a_measurement_that_broke_off(backbone):
 
 # ---- tasks taken up again --------------------------------------------------------------------------------------------
 
-RESTORED = pytest.mark.xfail(strict=True, reason="a restored size has no plane to take batches in", raises=RuntimeError)
-
 
 def taken_up_again(net: ContinualNet, x: Tensor, earlier: Tensor) -> None:
     """One more batch: a tenth of the window means is its, the rest is what was there."""
@@ -686,7 +682,6 @@ def taken_up_again(net: ContinualNet, x: Tensor, earlier: Tensor) -> None:
     torch.testing.assert_close(net.backbone.stem_bn.input_means, 0.9 * earlier + 0.1 * columns)
 
 
-@RESTORED
 def test_a_task_goes_on_after_one_of_another_size(net, learn):
     learn(net, "a", 2, size=8, finish=False)
     earlier = net.backbone.stem_bn.input_means.clone()
@@ -695,7 +690,6 @@ def test_a_task_goes_on_after_one_of_another_size(net, learn):
     taken_up_again(net, batches_of(1)[0], earlier)
 
 
-@RESTORED
 def test_an_unfinished_task_goes_on_in_another_network(net, learn, backbone):
     learn(net, "a", 2, finish=False)
     other = ContinualNet(backbone())
@@ -703,7 +697,6 @@ def test_an_unfinished_task_goes_on_in_another_network(net, learn, backbone):
     taken_up_again(other, batches_of(1)[0], net.backbone.stem_bn.input_means)
 
 
-@RESTORED
 def test_a_saved_network_goes_on_though_nothing_was_pending(net, learn, backbone):
     learn(net, "a", 2, finish=False)
     net.task_state_dict("a")  # brings the tables up to date

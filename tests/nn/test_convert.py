@@ -238,7 +238,9 @@ def test_unknown_options_are_refused():
             build(backbone(), means="windows")
         with pytest.raises(ConfituneError, match="statistics='final' is not known; choose 'running' or 'pass'"):
             build(backbone(), statistics="final")
-    with pytest.raises(ConfituneError, match="norm='bn' is not known; choose 'xconv', 'task', 'shared' or 'frozen'"):
+    with pytest.raises(
+        ConfituneError, match="norm='bn' is not known; choose one of 'xconv', 'task', 'shared', 'frozen', 'calibrated'"
+    ):
         ContinualNet(backbone(), norm="bn")
 
 

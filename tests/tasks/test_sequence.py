@@ -76,3 +76,49 @@ def test_empty_sequences_and_twice_used_names_are_refused() -> None:
         TaskSequence("none", "clean", ())
     with pytest.raises(DataError, match="same name"):
         TaskSequence("pair", "clean", (one, one))
+
+
+def larger(name: str, block: torch.Tensor, first: int) -> Task:
+    """Twenty images of class a, ten of b, then three test images."""
+    train = Images(block, torch.arange(first, first + 30), torch.tensor([0] * 20 + [1] * 10))
+    test = Images(block, torch.arange(first + 30, first + 33), torch.tensor([0, 1, 1]))
+    return Task(name, ("a", "b"), train, test, PLAIN)
+
+
+def test_validating_tests_on_training_images_that_are_not_trained_on() -> None:
+    block = pixels(0, 66)
+    tasks = TaskSequence("pair", "clean", (larger("one", block, 0), larger("two", block, 33)))
+    split = tasks.validating(0.1, seed=0)
+    assert [task.name for task in split] == ["one", "two"]
+    for before, after in zip(tasks, split, strict=True):
+        trained, tested = after.train.rows.tolist(), after.test.rows.tolist()
+        assert sorted(trained + tested) == before.train.rows.tolist()  # the test images are nowhere
+        assert after.test.labels.bincount().tolist() == [2, 1]
+        assert after.train.labels.bincount().tolist() == [18, 9]
+        label_of = dict(zip(before.train.rows.tolist(), before.train.labels.tolist(), strict=True))
+        assert [label_of[row] for row in trained + tested] == [*after.train.labels, *after.test.labels]
+        assert after.train.pixels is after.test.pixels is block  # nothing was copied
+    ones, twos = ([row % 33 for row in task.test.rows.tolist()] for task in split)
+    assert ones != twos  # each task draws for itself
+
+
+def test_what_is_held_out_depends_on_the_seed_alone() -> None:
+    block = pixels(0, 66)
+    tasks = TaskSequence("pair", "clean", (larger("one", block, 0), larger("two", block, 33)))
+
+    def held(seed: int, sequence: TaskSequence = tasks) -> list[list[int]]:
+        return [task.test.rows.tolist() for task in sequence.validating(0.1, seed)]
+
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        first = held(0)
+        state = torch.get_rng_state()
+        assert held(0) == first
+        assert torch.equal(torch.get_rng_state(), state)
+    assert held(1) != first
+    assert held(0, tasks.first(1)) == first[:1]  # the same for whoever tries a few tasks first
+
+
+def test_nothing_to_hold_out_is_explained() -> None:
+    with pytest.raises(DataError, match="task 'one' has one training image a class"):
+        two_tasks().validating(0.1)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from sklearn.model_selection import train_test_split
 
 from confitune.tasks import DataError
-from confitune.tasks.splits import class_order, cut_into_tasks, stratified_split
+from confitune.tasks.splits import class_order, cut_into_tasks, hold_out, stratified_split
 
 
 @pytest.mark.parametrize(("n_classes", "seed"), [(102, 0), (101, 0), (100, 0), (200, 0), (20, 3)])
@@ -65,3 +65,36 @@ def test_classes_too_small_to_split_are_named() -> None:
         stratified_split([0] * 50 + [1] * 2, ["many", "rare"])
     with pytest.raises(DataError, match="cannot split 6 images of 3 classes"):
         stratified_split([0, 0, 1, 1, 2, 2], ["a", "b", "c"])
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.sampled_from([0.1, 0.25, 0.5, 0.9]))
+def test_the_same_share_of_every_class_is_held_out(counts: list[int], share: float) -> None:
+    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))]
+    stay, held = hold_out(labels, share, torch.Generator().manual_seed(0))
+    assert sorted([*stay.tolist(), *held.tolist()]) == list(range(len(labels)))  # disjoint, and nothing is lost
+    assert (stay.tolist(), held.tolist()) == (sorted(stay.tolist()), sorted(held.tolist()))
+    for count, kept, out in zip(
+        counts,
+        labels[stay].bincount(minlength=len(counts)).tolist(),
+        labels[held].bincount(minlength=len(counts)).tolist(),
+        strict=True,
+    ):
+        assert kept >= 1
+        assert out == 0 if count == 1 else out >= 1
+        if count * share >= 1 and count * (1 - share) >= 1:
+            assert abs(out - count * share) <= 0.5
+
+
+def test_a_tenth_is_rounded_to_whole_images() -> None:
+    counts = [1, 2, 3, 14, 15, 24, 25, 100]
+    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    _, held = hold_out(labels, 0.1, torch.Generator().manual_seed(0))
+    assert labels[held].bincount().tolist() == [0, 1, 1, 1, 2, 2, 3, 10]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 1.5])
+def test_a_share_that_leaves_nothing_is_refused(share: float) -> None:
+    with pytest.raises(DataError, match=r"must lie between 0 and 1"):
+        hold_out(torch.zeros(10, dtype=torch.int64), share, torch.Generator())

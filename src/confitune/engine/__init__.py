@@ -11,12 +11,13 @@ from confitune.engine.progress import LiveProgress, progress_board
 from confitune.engine.result import RunResult
 from confitune.engine.run import SequenceRun, network_sha256
 from confitune.engine.settings import TrainOptions, TrainSettings
-from confitune.engine.training import TaskFit, fit, steps_of
+from confitune.engine.training import DivergedError, TaskFit, fit, steps_of
 
 __all__ = [
     "CHECKPOINT",
     "Checkpoint",
     "CsvLog",
+    "DivergedError",
     "EpochEnd",
     "Executor",
     "Listener",

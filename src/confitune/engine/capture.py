@@ -56,6 +56,8 @@ class Executor:
         self.lr: float | Tensor = settings.lr
         if self.device.type == "cuda":
             self.lr = torch.tensor(settings.lr, device=self.device)
+        # One for good: libraries keep tens of megabytes for every stream they have seen.
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._listener = listener or Listener()
         self._graphs: dict[Hashable, _Captured] = {}
         self._others: dict[int, Executor] = {}
@@ -67,7 +69,7 @@ class Executor:
     @contextmanager
     def session(self) -> Iterator[None]:
         """Within, steps may be run: library switches as the settings ask, and a stream of this network's own."""
-        with library_switches(self.settings, self.mode), _own_stream(self.device):
+        with library_switches(self.settings, self.mode), _on_stream(self._stream):
             yield
 
     def of(self, other: ContinualNet) -> Executor:
@@ -148,6 +150,7 @@ class Executor:
 
     def _capture(self, kind: Hashable, function: Callable[..., Tensor | None], inputs: Inputs) -> bool:
         static = tuple(None if x is None else x.clone() for x in inputs)
+        counts = self.net.batch_counts()
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
@@ -156,9 +159,10 @@ class Executor:
                 output = function(*static)
         except RuntimeError as error:
             torch.cuda.synchronize(self.device)
+            self.net.set_batch_counts(counts)
             # A broken-off capture leaves the generator believing that it is in one.
-            generator = torch.cuda.default_generators[self.device.index or 0]
-            generator.graphsafe_set_state(generator.clone_state())
+            for generator in torch.cuda.default_generators:
+                generator.graphsafe_set_state(generator.clone_state())
             self._give_up(str(error).splitlines()[0])
             return False
         self._graphs[kind] = _Captured(graph, self.net.remembered(), static, output)
@@ -204,12 +208,11 @@ def _compiled(net: ContinualNet) -> Callable[[Tensor], Tensor]:
 
 
 @contextmanager
-def _own_stream(device: torch.device) -> Iterator[None]:
-    if device.type != "cuda":
+def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    if stream is None:
         yield
         return
-    before = torch.cuda.current_stream(device)
-    stream = torch.cuda.Stream(device)  # the default stream cannot be captured
+    before = torch.cuda.current_stream(stream.device)
     stream.wait_stream(before)
     try:
         with torch.cuda.stream(stream):

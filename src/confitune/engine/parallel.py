@@ -77,6 +77,8 @@ class Turns:
         with self._changed:
             if run in self._running:
                 self._running.remove(run)
+            if run == self._last_started:
+                self._turns_left = 0  # it will not count down any more
             self._start_due()
             self._changed.notify_all()
 

@@ -94,9 +94,10 @@ def device_name(device: torch.device) -> str:
 
 
 def command_line() -> str:
-    """How this process was started, without the path of the interpreter."""
+    """How this process was started, without the folders of this machine."""
     program = Path(sys.argv[0]).name
-    return shlex.join(["confitune" if program == "__main__.py" else program, *sys.argv[1:]])
+    arguments = [Path(argument).name if argument.startswith("/") else argument for argument in sys.argv[1:]]
+    return shlex.join(["confitune" if program == "__main__.py" else program, *arguments])
 
 
 def _or_none(value: float) -> float | None:

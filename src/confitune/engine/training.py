@@ -47,6 +47,10 @@ def fit(
         TaskFit(net, task, method, settings, listener, executor=executor).run()
 
 
+class DivergedError(ConfituneError):
+    """The loss or the weights became infinite."""
+
+
 def steps_of(task: Task, settings: TrainSettings) -> int:
     """How many training steps the task takes."""
     return settings.epochs * (len(task.train) // min(settings.batch_size, len(task.train)))
@@ -119,12 +123,14 @@ class TaskFit:
         context = self._context()
         for penalty in self.method.penalties:
             penalty.attach(self.net)
-        if self.epoch == 0:
-            for penalty in self.method.penalties:
-                penalty.begin_task(context)
         try:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                if self.epoch == 0:
+                    torch.manual_seed(derived_seed(self.settings.seed, "begin", self.index))
+                    for penalty in self.method.penalties:
+                        penalty.begin_task(context)
                 for stage, epoch in self._remaining():
+                    torch.manual_seed(derived_seed(self.settings.seed, "before epoch", self.index, epoch))
                     for penalty in self.method.penalties:
                         penalty.begin_epoch(context, epoch)
                     self._train_epoch(stage, epoch)
@@ -222,7 +228,7 @@ class TaskFit:
         pulls = [p.name for p in self.method.penalties if "strength" in p.Options.model_fields]
         weaker = f", or a smaller strength of {' or '.join(pulls)}" if pulls else ""
         at = "" if bad is None else f" from step {bad + 1} of {self.steps_an_epoch} on"
-        raise ConfituneError(
+        raise DivergedError(
             f"the loss of task {self.task.name!r} became {readings.loss}{ruined} in epoch {done.number + 1}{at} (stage "
             f"{done.stage.name!r}); try a learning rate below {done.lr:g}{weaker}"
         )
@@ -315,7 +321,6 @@ class TaskFit:
             net=self.net,
             index=self.index,
             images=len(self.task.train),
-            batch_size=self.batch_size,
             batches=stored_order,
             train=train,
             run=run,

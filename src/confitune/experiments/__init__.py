@@ -1,22 +1,40 @@
 """Recipe -> runs -> summary and pictures."""
 
+from confitune.experiments.local import run_folder
+from confitune.experiments.method_tables import method_page, methods_table
+from confitune.experiments.methods import MethodReport, OptionReport, report_method, report_methods
 from confitune.experiments.models import ModelReport, matching_models, report_model
 from confitune.experiments.recipe import Recipe, make_recipe, merge_options, read_recipe
-from confitune.experiments.runner import run_folder, run_recipe
+from confitune.experiments.runner import run_recipe
+from confitune.experiments.search import Point, Search, plan_search, winner
 from confitune.experiments.summary import collect_results, draw_pictures, summary_table, write_summary
+from confitune.experiments.tune import edge_note, run_search, search_table
 
 __all__ = [
+    "MethodReport",
     "ModelReport",
+    "OptionReport",
+    "Point",
     "Recipe",
+    "Search",
     "collect_results",
     "draw_pictures",
+    "edge_note",
     "make_recipe",
     "matching_models",
     "merge_options",
+    "method_page",
+    "methods_table",
+    "plan_search",
     "read_recipe",
+    "report_method",
+    "report_methods",
     "report_model",
     "run_folder",
     "run_recipe",
+    "run_search",
+    "search_table",
     "summary_table",
+    "winner",
     "write_summary",
 ]

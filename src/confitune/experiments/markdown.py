@@ -29,6 +29,8 @@ def _table(dataset: str, methods: dict[str, dict[str, Any]]) -> str:
     details = [config.get("model", ""), f"{max(len(e['numbers_per_task']) for e in methods.values())} tasks"]
     if config.get("pipeline", "clean") != "clean":
         details.append(f"{config['pipeline']} pipeline")
+    if config.get("held_out"):
+        details.append(f"tested on {config['held_out']:.0%} of the training images")
     forms = sorted({f"{c['means']} means, {c['statistics']} statistics" for c in _xconv_configs(methods)})
     details += [*forms, f"{seeds} seed{'s' if seeds > 1 else ''}", f"on {first['device']}"]
     lines = [f"**{dataset}**, {', '.join(details)}", ""]

@@ -63,7 +63,8 @@ def matching_models(pattern: str | None) -> list[str]:
     return fnmatch.filter(model_names(), wild) or fnmatch.filter(model_names(), pattern.split(".")[0])
 
 
-def _without_memory(name: str) -> nn.Module:
+def without_memory(name: str) -> nn.Module:
+    """A network on the meta device, where its shapes are known and nothing is computed."""
     try:
         with torch.device("meta"):
             return build_model(name)
@@ -76,7 +77,7 @@ def report_model(name: str) -> ModelReport:
     try:
         numbers = {}
         for means in ("phase", "window"):
-            model = _without_memory(name)
+            model = without_memory(name)
             net = ContinualNet(model, means=means)  # type: ignore[arg-type]
             numbers[means] = net.numbers_per_task
         assert net.conversion is not None

@@ -31,6 +31,9 @@ class Recipe(TrainOptions):
     order_seed: int = Field(0, ge=0, description="of the order of classes, and so of what makes a task (paper: 0)")
     tasks: int | None = Field(None, ge=1, description="only the first so many tasks")
     classes_per_task: int | None = Field(None, ge=2, description="default: the dataset's")
+    held_out: float | None = Field(
+        None, gt=0, lt=1, description="test on this share of the training images instead, to choose options by"
+    )
     seeds: int = Field(1, ge=1, description="how many runs of each method, with seeds 0, 1, ...")
     pipeline: Literal["clean", "published"] = Field("clean", description="'published': what the paper's code fed")
     means: Literal["window", "phase"] = Field("window", description="input means of Xconv BN (the paper's: phase)")
@@ -78,6 +81,7 @@ class Recipe(TrainOptions):
             "order_seed": self.order_seed,
             "tasks": self.tasks,
             "classes_per_task": self.classes_per_task,
+            "held_out": self.held_out,
             "model": self.model,
             "weights_sha256": weights_sha256,
             "method": method,

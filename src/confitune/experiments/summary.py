@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def collect_results(out: Path) -> dict[str, dict[str, list[RunResult]]]:
 def write_summary(out: Path) -> dict[str, Any]:
     """Write `summary.json` and its Markdown twin over everything below `out`, and return it."""
     summary = {
-        dataset: {method: _summarised(results) for method, results in methods.items()}
+        dataset: {method: summarised(results) for method, results in methods.items()}
         for dataset, methods in collect_results(out).items()
     }
     write_whole(out / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
@@ -86,12 +87,13 @@ def summary_table(results: list[RunResult]) -> Table:
         style = "bold" if np.mean([r.acc for r in group]) == best else ""
         numbers = group[0].tasks[0]["norm_numbers"] + group[0].tasks[0]["head_numbers"]
         seconds = float(np.mean([r.seconds for r in group]))
-        cells = [_shown([getattr(r, m) for r in group]) for m in ("acc", "fgt", "learning_acc")]
+        cells = [shown([getattr(r, m) for r in group]) for m in ("acc", "fgt", "learning_acc")]
         table.add_row(method, *cells, f"{numbers:,}", f"{seconds:.0f}", style=style)
     return table
 
 
-def _shown(values: list[float | None]) -> str:
+def shown(values: Sequence[float | None]) -> str:
+    """Mean and 95% interval, '-' where a value is not defined."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return "-"
@@ -99,7 +101,8 @@ def _shown(values: list[float | None]) -> str:
     return f"{mean:.1f}" + (f" ± {half:.1f}" if n > 1 else "")
 
 
-def _summarised(results: list[RunResult]) -> dict[str, Any]:
+def summarised(results: Sequence[RunResult]) -> dict[str, Any]:
+    """What runs that differ only in their seed say together, and all it takes to repeat them."""
     entry: dict[str, Any] = {"seeds": [result.seed for result in results]}
     for name in _METRICS:
         values = [getattr(result, name) for result in results]

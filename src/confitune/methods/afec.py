@@ -15,12 +15,12 @@ import torch
 from pydantic import Field
 
 from confitune.methods.importance import FisherEstimator, Mode, fisher
-from confitune.methods.penalty import PenaltyOptions, TaskContext, shared_parameters
+from confitune.methods.penalty import PartOptions, TaskContext, shared_parameters
 from confitune.methods.quadratic import QuadraticPenalty, copy_into
 from confitune.nn import ContinualNet
 
 
-class AfecOptions(PenaltyOptions):
+class AfecOptions(PartOptions):
     """Choices of AFEC."""
 
     strength: float = Field(10.0, ge=0, description="lambda_e")
@@ -76,10 +76,6 @@ class AFEC(QuadraticPenalty):
         if context.index:
             self._converge_to(self._free, context)
 
-    def end_task(self, context: TaskContext) -> None:
-        if self._free is not None and self.options.form == "alternating":
-            self._free.finish_task(x for x, _ in context.batches(context.batch_size))
-
     @torch.no_grad()
     def _converge_to(self, free: ContinualNet, context: TaskContext) -> None:
         with torch.enable_grad():
@@ -88,8 +84,10 @@ class AFEC(QuadraticPenalty):
         self.anchored = True
 
     def state_dict(self) -> dict[str, Any]:
-        keep = self._free is not None and self.options.form == "alternating"
-        return {**super().state_dict(), "free": self._free.state_dict() if keep and self._free else None}
+        free = self._saved
+        if self._free is not None and self.options.form == "alternating":
+            free = self._free.state_dict()
+        return {**super().state_dict(), "free": free}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -97,6 +95,5 @@ class AFEC(QuadraticPenalty):
 
     def storage(self) -> int:
         """Between tasks nothing but, in the alternating form, the copy."""
-        if self._free is None or self.options.form == "first":
-            return 0
-        return sum(parameter.numel() for parameter in self._free.backbone.parameters())
+        free = self.state_dict()["free"] or {}
+        return sum(tensor.numel() for key, tensor in free.items() if key.startswith("backbone."))

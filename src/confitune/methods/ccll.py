@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from confitune.errors import ConfituneError
 from confitune.methods.method import Method
+from confitune.methods.penalty import PartOptions, checked_options
 from confitune.methods.schedule import Stage
 
 
-class CcllOptions(BaseModel):
+class CcllOptions(PartOptions):
     """Choices of CCLL."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     start: Literal["random", "identity"] = Field(
         "random", description="of the calibrations: as layers usually start, or so that the network is unchanged"
@@ -40,10 +38,7 @@ def with_backbone(epochs: int) -> tuple[Stage, ...]:
 
 def ccll(**options: Any) -> Method:
     """CCLL with these options."""
-    try:
-        chosen = CcllOptions(**options)
-    except ValidationError as error:
-        raise ConfituneError(f"options of ccll: {error}") from error
+    chosen = checked_options(CcllOptions, "ccll", options)
     return Method(
         "ccll",
         calibrations,

@@ -8,8 +8,16 @@ task, the means that the moved convolutions now produce.
 from confitune.methods.method import Method
 from confitune.methods.schedule import hierarchical, plain
 
-CONFIT = Method("confit", hierarchical, "xconv", "ConFiT: hierarchical fine-tuning with Xconv BN")
+_PAPER = "Jie et al., CVPR Workshops 2022"
+
+CONFIT = Method("confit", hierarchical, "xconv", "ConFiT: hierarchical fine-tuning with Xconv BN", reference=_PAPER)
 HIERARCHICAL = Method(
-    "hierarchical", hierarchical, "shared", "the first half alone: hierarchical fine-tuning, shared BN"
+    "hierarchical",
+    hierarchical,
+    "shared",
+    "the first half alone: hierarchical fine-tuning, shared BN",
+    reference=_PAPER,
 )
-FINETUNE_XCONV = Method("finetune-xconv", plain, "xconv", "the second half alone: plain fine-tuning with Xconv BN")
+FINETUNE_XCONV = Method(
+    "finetune-xconv", plain, "xconv", "the second half alone: plain fine-tuning with Xconv BN", reference=_PAPER
+)

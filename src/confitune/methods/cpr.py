@@ -12,10 +12,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from confitune.methods.penalty import Penalty, PenaltyOptions
+from confitune.methods.penalty import PartOptions, Penalty
 
 
-class CprOptions(PenaltyOptions):
+class CprOptions(PartOptions):
     """Choices of CPR."""
 
     beta: float = Field(0.05, ge=0, description="of the entropy")

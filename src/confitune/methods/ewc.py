@@ -10,11 +10,11 @@ import torch
 from pydantic import Field
 
 from confitune.methods.importance import FisherEstimator, Mode, fisher
-from confitune.methods.penalty import PenaltyOptions, TaskContext
+from confitune.methods.penalty import PartOptions, TaskContext
 from confitune.methods.quadratic import QuadraticPenalty, Tensors
 
 
-class EwcOptions(PenaltyOptions):
+class EwcOptions(PartOptions):
     """Choices of EWC."""
 
     strength: float = Field(1e4, ge=0, description="lambda")

@@ -98,7 +98,7 @@ def _over_batches(
         for x, labels in context.batches(BATCH):
             if mode == "eval":
                 context.run(net, ("importance", id(into), len(net.head.bias)), add, x, labels)
-            else:
+            elif len(x) > 1:  # one image alone has no batch moments
                 add(x, labels)  # on a copy that will not be there again
     torch._foreach_div_(total, context.images)
 

@@ -12,11 +12,11 @@ import torch
 from pydantic import Field
 
 from confitune.methods.importance import Mode, output_sensitivity
-from confitune.methods.penalty import PenaltyOptions, TaskContext
+from confitune.methods.penalty import PartOptions, TaskContext
 from confitune.methods.quadratic import QuadraticPenalty, Tensors
 
 
-class MasOptions(PenaltyOptions):
+class MasOptions(PartOptions):
     """Choices of MAS."""
 
     strength: float = Field(30.0, ge=0, description="lambda")

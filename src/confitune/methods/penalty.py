@@ -20,17 +20,26 @@ class TaskContext:
     net: ContinualNet
     index: int  # of the task, from 0
     images: int  # in its training set
-    batch_size: int  # of its training steps
     batches: Callable[[int], Iterable[tuple[Tensor, Tensor]]]  # batch size -> inputs and labels, in stored order
     train: Callable[..., None]  # train(other, only_epoch=None): train another network on this task, without penalties
     run: Callable[..., None]  # run(net, kind, function, *tensors): the function, captured where that is faster
     seed: int  # for what a penalty draws in this task
 
 
-class PenaltyOptions(BaseModel):
-    """Base of a penalty's options: every choice its paper or a code base made, with a default."""
+class PartOptions(BaseModel):
+    """Base of the options of a method's part: every choice its paper or a code base made, with a default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def checked_options(kind: type[PartOptions], name: str, options: Mapping[str, Any]) -> Any:
+    """The options of the part `name`, or an error that says which are wrong and which there are."""
+    try:
+        return kind(**options)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        known = ", ".join(kind.model_fields) or "none"
+        raise ConfituneError(f"options of {name}: {problems} (there are: {known})") from error
 
 
 class Penalty:
@@ -45,15 +54,10 @@ class Penalty:
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     reference: ClassVar[str] = ""
-    Options: ClassVar[type[PenaltyOptions]] = PenaltyOptions
+    Options: ClassVar[type[PartOptions]] = PartOptions
 
     def __init__(self, **options: Any) -> None:
-        try:
-            self.options: Any = self.Options(**options)
-        except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            known = ", ".join(self.Options.model_fields) or "none"
-            raise ConfituneError(f"options of {self.name}: {problems} (there are: {known})") from error
+        self.options: Any = checked_options(self.Options, self.name, options)
 
     def attach(self, net: ContinualNet) -> None:
         """The network is where it will be trained: what was loaded from a checkpoint goes there, too."""

@@ -12,11 +12,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from confitune.methods.penalty import PenaltyOptions, TaskContext
+from confitune.methods.penalty import PartOptions, TaskContext
 from confitune.methods.quadratic import PathPenalty, Tensors, copy_into
 
 
-class RwalkOptions(PenaltyOptions):
+class RwalkOptions(PartOptions):
     """Choices of RWalk."""
 
     strength: float = Field(50.0, ge=0, description="lambda")

@@ -14,11 +14,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from confitune.methods.penalty import PenaltyOptions, TaskContext, shared_parameters
+from confitune.methods.penalty import PartOptions, TaskContext, shared_parameters
 from confitune.methods.quadratic import PathPenalty, Tensors, copy_into
 
 
-class SiOptions(PenaltyOptions):
+class SiOptions(PartOptions):
     """Choices of SI."""
 
     strength: float = Field(10.0, ge=0, description="c")

@@ -31,7 +31,8 @@ class Calibration(nn.Module):
 
     def __init__(self, channels: int, start: Start) -> None:
         super().__init__()
-        groups = channels // next(size for size in range(GROUP, 0, -1) if channels % size == 0)
+        self.group = next(size for size in range(GROUP, 0, -1) if channels % size == 0)
+        groups = channels // self.group
         self.start: Start = start
         self.spatial = nn.Conv2d(channels, channels, 3, padding=1, groups=groups, bias=False)
         self.gate = nn.Conv2d(channels, channels, 1, groups=groups)
@@ -40,8 +41,8 @@ class Calibration(nn.Module):
     @torch.no_grad()
     def reset(self, generator: torch.Generator | None) -> None:
         """Start anew; random numbers are drawn on the CPU so that a seed means the same on every device."""
-        for parameter, inputs in ((self.spatial.weight, 9 * GROUP), (self.gate.weight, GROUP), (self.gate.bias, GROUP)):
-            assert parameter is not None
+        of_gate = [(parameter, self.group) for parameter in self.gate.parameters()]
+        for parameter, inputs in [(self.spatial.weight, 9 * self.group), *of_gate]:
             if self.start == "identity":
                 parameter.zero_()
             else:  # as torch initialises convolutions

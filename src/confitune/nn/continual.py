@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -148,6 +148,15 @@ class ContinualNet(TaskSlots):
             if norm.calibrated_by is not None:
                 norm.calibrated_by.reset(generator)
 
+    def get_extra_state(self) -> dict[str, Any]:
+        """What is in no tensor of the network; the batch norm that calibrated tasks start from, too."""
+        return {**super().get_extra_state(), "pristine": self._pristine}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """See `get_extra_state`."""
+        super().set_extra_state(state)
+        self._pristine = state["pristine"]
+
     def finish_task(
         self, batches: Iterable[Tensor] | None = None, forward: Callable[[Tensor], object] | None = None
     ) -> None:
@@ -194,7 +203,7 @@ class ContinualNet(TaskSlots):
         statistics = list(self._memory.statistics.values())
         momenta, tracked = [norm.momentum for norm in norms], [s.tracking for s in statistics]
         moments = [moment for norm in norms for moment in _moments(norm)]
-        if [sum_.device for sum_ in self._sums] != [moment.device for moment in moments]:
+        if [(s.device, s.dtype) for s in self._sums] != [(m.device, m.dtype) for m in moments]:
             self._sums = [torch.empty_like(moment) for moment in moments]
         self.track(True)
         self._reset_statistics()
@@ -205,8 +214,8 @@ class ContinualNet(TaskSlots):
                 s.cumulative = True
             for norm in norms:
                 norm.momentum = 1.0  # running moments become the batch's own; `forward` adds them up
-            for sum_ in self._sums:
-                sum_.zero_()
+            if self._sums:
+                torch._foreach_zero_(self._sums)
             self._measuring = True
             for batch in batches:
                 (forward or self)(batch)
@@ -214,9 +223,9 @@ class ContinualNet(TaskSlots):
             if batches_seen:
                 torch._foreach_div_(self._sums, batches_seen)
                 torch._foreach_copy_(moments, self._sums)
-            for s in statistics:
-                s.fold()
         finally:
+            for s in statistics:
+                s.fold()  # while it is still known to be a sum
             self._measuring = False
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
@@ -251,6 +260,15 @@ class ContinualNet(TaskSlots):
             if statistics.tracking and statistics.size is None and size is not None:
                 statistics.resize(size)
         self._count_batch()
+
+    def batch_counts(self) -> list[tuple[int, int]]:
+        """What Python counts in a training step, for `set_batch_counts` to undo."""
+        return [statistics.counts for statistics in self._memory.statistics.values()]
+
+    def set_batch_counts(self, counts: list[tuple[int, int]]) -> None:
+        """As they were."""
+        for statistics, before in zip(self._memory.statistics.values(), counts, strict=True):
+            statistics.counts = before
 
     def _count_batch(self) -> None:
         for statistics in self._memory.statistics.values():

@@ -95,7 +95,9 @@ class InputMeans(nn.Module):
         """What was live is replaced: by tables of so many batches, measured at `size`, that the caller puts in."""
         if self._pending:
             self._plane.zero_()
-        self.size, self.batches, self._pending = size, batches, 0
+        self.size, self.batches, self._pending = None, batches, 0
+        if size is not None:
+            self.resize(size)
         self._set_share()
 
     @torch.no_grad()
@@ -114,9 +116,22 @@ class InputMeans(nn.Module):
                 f"a layer saw inputs of {self.size[0]}x{self.size[1]} and then of {size[0]}x{size[1]} in one task; "
                 "its input statistics hold for one size: resize all images of a task alike"
             )
-        _take_in(x, self._plane, None if self.cumulative else self.share)
-        if not torch.compiler.is_compiling():
+        share = None if self.cumulative else self.share
+        if torch.compiler.is_compiling():
+            _take_in_operator(x, self._plane, share)
+        else:
+            _take_in(x, self._plane, share)
             self.count()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Batches seen, and how many of them are pending."""
+        return self.batches, self._pending
+
+    @counts.setter
+    def counts(self, counts: tuple[int, int]) -> None:
+        self.batches, self._pending = counts
+        self._set_share()
 
     def count(self) -> None:
         """One more batch was taken in: said by `observe`, or by who ran it as compiled or captured code."""
@@ -185,8 +200,6 @@ class InputMeans(nn.Module):
         return f"{self.channels}, means={self.means}, tables={[tuple(t.shape) for t in self.tables]}"
 
 
-# An operator of its own, because torch.compile would spread the reduction over kernels that read the input once more.
-@torch.library.custom_op("confitune::take_in", mutates_args=("plane",))
 def _take_in(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
     """Add the batch's mean to a sum of planes, or with a `share` to their exponential average.
 
@@ -200,7 +213,12 @@ def _take_in(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
         plane.lerp_(mean, share)
 
 
-@_take_in.register_fake
+# For torch.compile an operator, which it takes as it is: it would spread the reduction over kernels that read the input
+# once more.
+_take_in_operator = torch.library.custom_op("confitune::take_in", _take_in, mutates_args=("plane",))
+
+
+@_take_in_operator.register_fake
 def _(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
     return None
 

@@ -15,6 +15,7 @@ from confitune.tasks.errors import DataError
 from confitune.tasks.own_datasets import tasks_from_datasets
 from confitune.tasks.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from confitune.tasks.progress import Progress
+from confitune.tasks.splits import hold_out
 from confitune.tasks.task import Images, Task
 
 
@@ -91,6 +92,24 @@ class TaskSequence(Sequence[Task]):
             groups=tuple(zip(starts, stops, strict=True)),
         )
         return replace(self, tasks=(whole,))
+
+    def validating(self, share: float, seed: int = 0) -> TaskSequence:
+        """The same tasks, tested on a share of their training images, which are then not trained on.
+
+        To choose hyperparameters by: the test images are not among them. The share is the same in every class (see
+        `hold_out`), and the split depends on nothing but the seed.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        tasks = []
+        for task in self:
+            stay, held = hold_out(task.train.labels, share, generator)
+            if not len(held):
+                raise DataError(
+                    f"task {task.name!r} has one training image a class, so none can be held out to choose by; "
+                    "give it classes of two or more"
+                )
+            tasks.append(replace(task, train=task.train.only(stay), test=task.train.only(held)))
+        return replace(self, tasks=tuple(tasks))
 
     @classmethod
     def from_datasets(

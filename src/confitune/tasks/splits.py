@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sklearn.model_selection import train_test_split
+from torch import Tensor
 
 from confitune.tasks.errors import DataError
 
@@ -77,3 +78,24 @@ def stratified_split(
             small = [f"{classes[i]!r} ({counts[i]} images)" for i in absent]
             raise DataError(f"the {part} part of the split has no image of {', '.join(small)}; {remedy}")
     return np.sort(train).astype(np.int64), np.sort(test).astype(np.int64)
+
+
+def hold_out(labels: Tensor, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Positions of the images that stay and of those held out to choose hyperparameters by, both ascending.
+
+    The share is taken of every class and rounded; a class of two images or more gives at least one, and keeps at least
+    one. A class with a single image keeps it.
+
+    >>> labels = torch.tensor([0] * 20 + [1] * 3 + [2])
+    >>> stay, held = hold_out(labels, 0.1, torch.Generator().manual_seed(0))
+    >>> labels[stay].bincount().tolist(), labels[held].bincount().tolist()
+    ([18, 2, 1], [2, 1])
+    """
+    if not 0 < share < 1:
+        raise DataError(f"the share to hold out is {share}; it must lie between 0 and 1")
+    out = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique().tolist():
+        of_class = (labels == label).nonzero().flatten()
+        count = min(max(1, math.floor(len(of_class) * share + 0.5)), len(of_class) - 1)
+        out[of_class[torch.randperm(len(of_class), generator=generator)[:count]]] = True
+    return (~out).nonzero().flatten(), out.nonzero().flatten()

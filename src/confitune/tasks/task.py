@@ -60,6 +60,10 @@ class Images:
     def __repr__(self) -> str:
         return f"Images({len(self)} of {str(self.pixels.dtype).removeprefix('torch.')} {list(self.pixels.shape)})"
 
+    def only(self, positions: Tensor) -> Images:
+        """The images at `positions` (int64, 0..len-1), of the same pixels."""
+        return Images(self.pixels, self.rows[positions], self.labels[positions])
+
     def batch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels and labels at `positions` (int64, 0..len-1), on the devices where `pixels` and `labels` are."""
         positions = positions.to(self.rows.device)

@@ -1,0 +1,114 @@
+"""Runs of a recipe on this machine, one at a time or several seeds side by side."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from confitune.engine import (
+    CsvLog,
+    DivergedError,
+    Listener,
+    LiveProgress,
+    RunResult,
+    SequenceRun,
+    TensorBoardLog,
+    Turns,
+    library_switches,
+    progress_board,
+    steps_of,
+)
+from confitune.errors import ConfituneError
+from confitune.experiments.recipe import Recipe
+from confitune.nn import Backbone, ContinualNet
+from confitune.tasks import TaskSequence
+
+RESULT = "result.json"
+
+Run = tuple[str, int]  # method and seed
+
+
+class TrainingError(ConfituneError):
+    """A run whose numbers became infinite.
+
+    Attributes:
+        config: the run's identity.
+    """
+
+    def __init__(self, message: str, config: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.config = config
+
+
+@dataclass(frozen=True)
+class LocalRuns:
+    """What the runs of one recipe have in common."""
+
+    recipe: Recipe
+    out: Path
+    backbone: Backbone
+    sequence: TaskSequence  # where it will be trained on
+    console: Console
+    checkpoint_seconds: float
+
+    def side_by_side(self, group: Sequence[Run]) -> list[RunResult]:
+        """Results of runs of one method, which share the device; each is written as soon as it is there."""
+        settings = self.recipe.train_settings(0, group[0][0])
+        turns = Turns(len(group), apart=steps_of(self.sequence[0], settings) // len(group))
+        with ExitStack() as stack:
+            # Switches are the whole process's: set here, they stay while the runs' threads come and go.
+            stack.enter_context(library_switches(settings, settings.step_mode(settings.torch_device())))
+            several = len(group) > 1 and self.console.is_terminal
+            board = stack.enter_context(progress_board(self.console)) if several else None
+            runs = [partial(self._one, run, board, turns.listener(place)) for place, run in enumerate(group)]
+            return turns.run(runs) if len(runs) > 1 else [runs[0]()]
+
+    def _one(self, run: Run, board: Progress | None, turn: Listener) -> RunResult:
+        recipe, (name, seed) = self.recipe, run
+        method = recipe.method(name)
+        net = ContinualNet(
+            copy.deepcopy(self.backbone.module),
+            norm=method.norm,
+            means=recipe.means,
+            statistics=recipe.statistics,
+            **method.network,
+        )
+        folder = run_folder(self.out, recipe.dataset, name, seed)
+        folder.mkdir(parents=True, exist_ok=True)
+        label = f"{recipe.dataset} {name}" + (f" seed {seed}" if recipe.seeds > 1 else "")
+        progress = LiveProgress(self.console, label, board)
+        config = recipe.identity(name, seed, self.backbone.weights_sha256)
+        sequence_run = SequenceRun(
+            net,
+            self.sequence,
+            method,
+            recipe.train_settings(seed, name),
+            folder=folder,
+            config=config,
+            listeners=(progress, CsvLog(folder), TensorBoardLog(folder), turn),
+            checkpoint_seconds=self.checkpoint_seconds,
+            weights=self.backbone.weights,
+        )
+        sequence_run.resume()
+        try:
+            result = sequence_run.run()
+        except DivergedError as error:
+            raise TrainingError(str(error), config) from error
+        finally:
+            progress.close()
+        result.save(folder / RESULT)
+        return result
+
+
+def run_folder(out: Path, dataset: str, method: str, seed: int) -> Path:
+    """`out/<dataset>/<method>/seed-<k>`; a dataset's path becomes a plain name."""
+    return out / re.sub(r"[^A-Za-z0-9._+-]+", "-", dataset).strip("-.") / method / f"seed-{seed}"

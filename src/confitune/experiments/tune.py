@@ -1,0 +1,214 @@
+"""Do a hyperparameter search: every value of the grid a run in a folder of its own, then the winner on everything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from confitune.engine import RunResult, require_same_config
+from confitune.errors import ConfituneError
+from confitune.experiments.local import TrainingError
+from confitune.experiments.plots import draw_search
+from confitune.experiments.recipe import Recipe
+from confitune.experiments.runner import load_backbone, refuse_existing, run_recipe
+from confitune.experiments.search import Point, Search, value_text, winner
+from confitune.experiments.summary import collect_results, shown, summarised
+from confitune.files import write_whole
+
+FAILURE = "failed.json"
+
+
+class _Failure(BaseModel):
+    """Why a grid point has no result, and of which run that is true."""
+
+    message: str
+    config: dict[str, Any]
+
+
+def run_search(
+    search: Search,
+    out: Path,
+    *,
+    resume: bool = False,
+    parallel_seeds: int = 1,
+    retrain: bool = True,
+    console: Console | None = None,
+) -> tuple[list[Point], list[RunResult]]:
+    """Try every value, write what came out below `out`, and train the winner again on all training images.
+
+    Below `out`: `grid/<part.option=value>/` and `retrained/<part.option=value>/` as `run_recipe` writes them,
+    `search.json`, `search.png` and, for `confitune run`, `winner.yaml`.
+
+    Args:
+        resume: take what is finished or failed there as it is, and do what is missing.
+        retrain: else nothing is said of the test images.
+
+    Returns:
+        What each value gave on the held-out images, and the results of the retraining (none without it).
+    """
+    console = console or Console(quiet=True)
+    _refuse_mixing(search, out, resume)
+    points: list[Point] = []
+    at_once = min(parallel_seeds, search.recipe.seeds)
+    for value in search.grid:
+        console.print(_where(search, points, at_once, retrain), markup=False, highlight=False, style="bold")
+        points.append(_try_value(search, value, out, resume, parallel_seeds, console))
+        write_search(search, points, out)
+    best = winner(points)
+    if best is None:
+        raise ConfituneError(
+            f"no value of {search.place} could be trained; the first said: {points[0].failure} "
+            f"(delete the files {out / 'grid' / '*' / FAILURE} to try them again with --resume)"
+        )
+    write_winner(search, best, out)
+    results: list[RunResult] = []
+    if retrain:
+        name = search.name(best.value)
+        console.print(f"retraining {search.method} with {name} on all training images", markup=False, highlight=False)
+        recipe, folder = search.retraining(best.value), out / "retrained" / name
+        results = run_recipe(recipe, folder, resume=resume, parallel_seeds=parallel_seeds, console=console)
+    write_search(search, points, out, results)
+    return points, results
+
+
+def search_table(search: Search, points: list[Point], retrained: list[RunResult]) -> Table:
+    """Values as rows, mean and 95% interval over seeds; the winner in bold, with its test accuracy after retraining."""
+    recipe, best = search.recipe, winner(points)
+    table = Table(
+        title=escape(f"{recipe.dataset}: {search.method}, {recipe.model}, {recipe.seeds} seed(s)"),
+        caption=f"ACC and FGT in percent, on the {search.held_out:.0%} of the training images that were held out."
+        + (" Test ACC and FGT: retrained on all of them." if retrained else ""),
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column(search.place, justify="right")
+    for column in ("ACC ↑", "FGT ↓", "seconds", *(("test ACC ↑", "test FGT ↓") if retrained else ())):
+        table.add_column(column, justify="right")
+    failed = any(point.failure for point in points)
+    if failed:
+        table.add_column("why it failed")
+    for point in points:
+        value, won = value_text(point.value), point is best
+        if point.failure:
+            blank = ["-"] * (len(table.columns) - 3)
+            table.add_row(value, "[red]failed[/red]", *blank, escape(point.failure))
+            continue
+        cells = [shown([getattr(r, metric) for r in point.results]) for metric in ("acc", "fgt")]
+        cells.append(f"{sum(r.seconds for r in point.results):.0f}")
+        if won:
+            cells += [shown([getattr(r, metric) for r in retrained]) for metric in ("acc", "fgt") if retrained]
+        table.add_row(value, *cells, style="bold" if won else "")
+    return table
+
+
+def edge_note(search: Search, points: list[Point]) -> str:
+    """What to say where the best value is the grid's smallest or largest: a better one may lie beyond."""
+    best = winner(points)
+    if best is None or isinstance(best.value, bool | str) or best.value not in (search.grid[0], search.grid[-1]):
+        return ""
+    end, beyond = ("smallest", "smaller") if best.value == search.grid[0] else ("largest", "larger")
+    return f"{search.name(best.value)} is the {end} value tried; a {beyond} one may be better: try it with --grid"
+
+
+def write_search(search: Search, points: list[Point], out: Path, retrained: list[RunResult] | None = None) -> None:
+    """Write `search.json`, and `search.png` where there is something to draw."""
+    best = winner(points)
+    whole = len(points) == len(search.grid)
+    entries = [
+        {"value": point.value, "failure": point.failure}
+        if point.failure
+        else {"value": point.value, **summarised(point.results)}
+        for point in points
+    ]
+    found = {
+        "dataset": search.recipe.dataset,
+        "method": search.method,
+        "option": search.place,
+        "grid": list(search.grid),
+        "held_out": search.held_out,
+        "points": entries,
+        "winner": best.value if best and whole else None,
+        "retrained": summarised(retrained) if retrained else None,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / "search.json", lambda file: file.write(json.dumps(found, indent=1).encode()))
+    if best is not None and whole:
+        measured = {p.value: ([r.acc for r in p.results], [r.fgt or 0.0 for r in p.results]) for p in points}
+        title = f"{search.recipe.dataset}, {search.method}: {search.held_out:.0%} of the training images held out"
+        draw_search(measured, out / "search.png", title=title, option=search.place, best=best.value)
+
+
+def write_winner(search: Search, best: Point, out: Path) -> None:
+    """Write `winner.yaml`, a recipe that trains with the best value on all training images."""
+    recipe = search.retraining(best.value).model_dump(mode="json", exclude_unset=True)
+    tried = ", ".join(map(value_text, search.grid))
+    comment = (
+        f"# {search.name(best.value)}: the best of {tried}\n"
+        f"# on {search.held_out:.0%} of the training images, held out (ACC {best.acc:.2f}, FGT {best.fgt:.2f}).\n"
+    )
+    text = comment + yaml.safe_dump(recipe, sort_keys=False)
+    write_whole(out / "winner.yaml", lambda file: file.write(text.encode()))
+
+
+def _try_value(search: Search, value: Any, out: Path, resume: bool, parallel_seeds: int, console: Console) -> Point:
+    recipe, folder = search.validation(value), out / "grid" / search.name(value)
+    failure = _recorded_failure(recipe, folder)
+    if failure is None:
+        try:
+            results = run_recipe(recipe, folder, resume=resume, parallel_seeds=parallel_seeds, console=console)
+            return Point(value, tuple(results))
+        except TrainingError as error:
+            failure = _Failure(message=str(error), config=error.config)
+            text = failure.model_dump_json(indent=1)
+            write_whole(folder / FAILURE, lambda file: file.write(text.encode()))
+    console.print(f"failed: {failure.message}", style="yellow", markup=False, highlight=False)
+    return Point(value, failure=failure.message)
+
+
+def _recorded_failure(recipe: Recipe, folder: Path) -> _Failure | None:
+    """Why the point failed when it was tried before; refused if that was with another configuration."""
+    path = folder / FAILURE
+    if not path.exists():
+        return None
+    try:
+        failure = _Failure.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise ConfituneError(f"{path} cannot be read ({problem}); delete it to try this value again") from error
+    seed = failure.config.get("seed", 0)
+    if seed >= recipe.seeds:  # not asked for this time
+        return None
+    wanted = recipe.identity(recipe.methods[0], seed, load_backbone(recipe).weights_sha256)
+    require_same_config(failure.config, wanted, path)
+    return failure
+
+
+def _refuse_mixing(search: Search, out: Path, resume: bool) -> None:
+    if collect_results(out):
+        raise ConfituneError(f"{out} holds results of `confitune run`: choose another --out folder for the search")
+    if resume:
+        return
+    folders = [out / "grid" / search.name(value) for value in search.grid]
+    for folder in folders:
+        if (folder / FAILURE).exists():
+            raise ConfituneError(f"{folder} holds a value that failed: add --resume to go on, or choose another --out")
+    refuse_existing([run.parent for folder in folders for run in folder.glob("*/*/seed-*/*")])
+
+
+def _where(search: Search, done: list[Point], at_once: int, retrain: bool) -> str:
+    """Which grid point comes next, and what is left with it."""
+    left = len(search.grid) - len(done)
+    took = [sum(result.seconds for result in point.results) / at_once for point in done if point.results]
+    minutes = (left + retrain) * sum(took) / len(took) / 60 if took else 0
+    after = [f"{left - 1} more after it"] if left > 1 else []
+    after += ["then the retraining"] if retrain else []
+    after += [f"about {minutes:.0f} min in all"] if minutes >= 1 else []
+    text = f"grid point {len(done) + 1} of {len(search.grid)}: {search.name(search.grid[len(done)])}"
+    return text + (f" ({', '.join(after)})" if after else "")

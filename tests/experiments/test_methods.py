@@ -1,0 +1,159 @@
+"""What `confitune methods` says, against networks and penalties themselves."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from confitune.errors import ConfituneError
+from confitune.experiments import method_page, methods_table, report_method, report_methods
+from confitune.experiments.methods import NETWORK
+from confitune.experiments.paper import searched
+from confitune.methods import METHODS, PENALTIES, create_method
+from confitune.nn import ContinualNet, build_model
+
+SHARED = 11_176_512  # weights of ResNet18 without its head
+CONVOLUTIONS = SHARED - 2 * 4800  # less the affine parameters of its batch norms
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return {report.name: report for report in report_methods()}
+
+
+def test_every_method_is_there_with_all_that_is_said_of_it(reports):
+    assert list(reports) == [*METHODS, *PENALTIES]
+    for name, report in reports.items():
+        assert report.summary == (METHODS.get(name) or PENALTIES[name]).summary
+        assert report.shares
+        assert report.in_addition
+    assert reports["confit"].reference == "Jie et al., CVPR Workshops 2022"
+    assert all(reports[name].reference == PENALTIES[name].reference != "" for name in PENALTIES)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "single-task"])
+def test_numbers_a_task_are_those_a_real_network_stores(reports, name):
+    method = create_method(name)
+    net = ContinualNet(build_model(NETWORK), norm=method.norm, **method.network)
+    assert reports[name].numbers_per_task == net.numbers_per_task
+    assert reports[name].numbers_once == 0
+
+
+def test_the_numbers_that_are_known(reports):
+    found = {name: report.numbers_per_task for name, report in reports.items()}
+    assert (found["confit"], found["task-bn"], found["finetune"], found["joint"]) == (45_075, 19_200, 0, 0)
+    assert found["single-task"] == SHARED  # a network for every task, as its runs count it
+    assert found["ccll"] - found["task-bn"] >= 172_800  # its 3x3 convolutions, then the gates
+
+
+@pytest.mark.parametrize(
+    ("name", "per_weight"), [("ewc", 2), ("si", 2), ("mas", 2), ("rwalk", 4), ("cpr", 0), ("afec", 0)]
+)
+def test_penalties_keep_so_many_numbers_per_shared_weight_once(reports, name, per_weight):
+    report = reports[name]
+    assert (report.numbers_per_task, report.numbers_once) == (0, per_weight * SHARED)
+    assert report.once_per_weight == per_weight
+
+
+def test_a_composed_method_has_what_its_parts_have():
+    report = report_method("mas+rwalk+confit")
+    assert report.numbers_per_task == 45_075
+    assert report.numbers_once == 6 * CONVOLUTIONS  # batch norms are each task's own
+    assert report.once_per_weight == 6
+    for part in ("confit", "mas", "rwalk"):
+        assert (METHODS.get(part) or PENALTIES[part]).summary in report.summary
+    assert {option.name.split(".")[0] for option in report.options} == {"mas", "rwalk"}
+
+
+def test_what_tasks_share(reports):
+    assert {name: report.shares for name, report in reports.items() if name in METHODS} == {
+        "finetune": "the backbone",
+        "confit": "convolutions",
+        "hierarchical": "the backbone",
+        "finetune-xconv": "convolutions",
+        "task-bn": "convolutions",
+        "bn-only": "convolutions, frozen",
+        "linear-probe": "the backbone, frozen",
+        "single-task": "nothing",
+        "joint": "the backbone",
+        "ccll": "the backbone, frozen",
+    }
+
+
+def test_options_come_with_defaults_descriptions_and_the_papers_values():
+    report = report_method("mas-cpr")
+    options = {option.name: option for option in report.options}
+    assert list(options) == ["mas.strength", "mas.output", "mas.gradients", "mas.mode", "cpr.beta"]
+    assert (options["mas.strength"].default, options["mas.strength"].description) == (30.0, "lambda")
+    assert options["cpr.beta"].paper == {"cifar100": 0.2, "cub200": 0.02, "caltech101": 0.01, "flowers102": 0.1}
+    assert options["mas.output"].paper == {}
+    for row in searched():
+        (option,) = (o for o in report_method(row.method).options if o.name == f"{row.part}.{row.option}")
+        assert option.paper == row.chosen
+
+
+@pytest.mark.parametrize("name", [*METHODS, *PENALTIES, "mas-cpr", "ewc+confit"])
+def test_the_examples_are_commands_that_are_understood(name):
+    from confitune.experiments import make_recipe, merge_options, plan_search
+
+    run, *tune = report_method(name).examples
+    words = run.split()
+    assert words[:4] == ["confitune", "run", "--method", name]
+    make_recipe({"methods": [name], "options": merge_options({}, [words[5]] if len(words) > 4 else [])})
+    for command in tune:
+        assert command == f"confitune tune {name}"
+        assert len(plan_search(name, {}).grid) > 1
+    assert bool(tune) == (name in {"ewc", "si", "rwalk", "mas", "mas-cpr", "ewc+confit"})
+
+
+def test_an_unknown_method_is_answered_with_the_nearest():
+    with pytest.raises(ConfituneError, match=r"no method 'ewcc': did you mean 'ewc'\?"):
+        report_method("ewcc")
+
+
+def test_a_report_is_json(reports):
+    for report in reports.values():
+        found = json.loads(json.dumps(report.as_json()))
+        assert found["network"] == "resnet18"
+        assert (found["name"], found["numbers_per_task"]) == (report.name, report.numbers_per_task)
+        assert [option["name"] for option in found["options"]] == [option.name for option in report.options]
+
+
+def printed(what, width=150):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(what)
+    return console.file.getvalue()
+
+
+def rows(text):
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line[:1] == "│"]
+
+
+def test_the_table_has_a_row_for_every_method(reports):
+    found = {row[0]: row for row in rows(printed(methods_table(list(reports.values())))) if row[0]}
+    assert list(found) == list(reports)
+    assert (found["confit"][3], found["confit"][4]) == ("45,075", "0")
+    assert (found["ewc"][3], found["ewc"][4]) == ("0", "22,353,024")
+    assert "2 per shared weight" in printed(methods_table([reports["ewc"]]))
+    assert "Kirkpatrick et al., PNAS" in printed(methods_table([reports["ewc"]]))
+
+
+def test_the_table_fits_eighty_columns(reports):
+    text = printed(methods_table(list(reports.values())), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert {"finetune-xconv", "45,075", "22,353,024"} <= {cell for row in rows(text) for cell in row}
+
+
+def test_the_page_of_a_method_shows_its_options_and_how_to_call_it():
+    text = printed(method_page(report_method("ewc")))
+    table = rows(text)
+    assert table[0] == ["ewc.strength", "10000", "1000", "3000", "30000", "100000", "lambda"]
+    assert [row[0] for row in table if row[0]] == ["ewc.strength", "ewc.fisher", "ewc.mode"]
+    assert "numbers once: 22,353,024, 2 per shared weight" in text
+    assert "confitune run --method ewc --set ewc.strength=10000" in text
+    assert "confitune tune ewc" in text
+    text = printed(method_page(report_method("confit")))
+    assert "It has no options." in text
+    assert "numbers a task: 45,075 (resnet18, without its head)" in text
+    assert rows(printed(method_page(report_method("ccll"))))[0][:2] == ["ccll.start", "random"]  # no dataset columns

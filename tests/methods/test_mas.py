@@ -1,0 +1,120 @@
+"""MAS: the sensitivity of the outputs against its closed form on a linear model."""
+
+import numpy as np
+import pytest
+import torch
+
+from confitune.errors import ConfituneError
+from confitune.methods import create_method, shared_parameters
+from confitune.methods.mas import MAS
+
+
+def by_logits(z, squared):
+    """Gradient of an image's |z|, or |z|^2."""
+    return 2 * z if squared else z / np.linalg.norm(z, axis=1, keepdims=True)
+
+
+def sensitivity(model, x, squared=False, per_sample=False):
+    expected = {}
+    for name, g in model.shared_gradients(x, by_logits(model.logits(x), squared)).items():
+        if per_sample:
+            expected[name] = np.abs(g).mean(0)
+        else:
+            expected[name] = sum(20 * np.abs(g[i : i + 20].mean(0)) for i in range(0, len(x), 20)) / len(x)
+    return expected
+
+
+def assert_importance(penalty, expected):
+    assert list(penalty.weight) == list(expected)
+    for name, tensor in penalty.weight.items():
+        np.testing.assert_allclose(tensor.numpy(), expected[name], rtol=2e-5, atol=1e-8)
+
+
+def measured(net, context, **options):
+    penalty = MAS(**options)
+    penalty.attach(net)
+    penalty.end_task(context)
+    return penalty
+
+
+@pytest.mark.parametrize("images", [47, 20, 7])
+@pytest.mark.parametrize("output", ["norm", "squared"])
+@pytest.mark.parametrize("gradients", ["batch", "sample"])
+def test_importances_are_the_mean_absolute_gradient_of_the_norm_of_the_logits(
+    linear_model, float_task, context_of, image_colours, images, output, gradients
+):
+    model, task = linear_model(), float_task(images=images)
+    context = context_of(model.net, task)
+    penalty = measured(model.net, context, output=output, gradients=gradients)
+    expected = sensitivity(model, image_colours(task), output == "squared", gradients == "sample")
+    assert_importance(penalty, expected)
+
+
+def test_the_default_is_the_norm_of_batches(linear_model, float_task, context_of, image_colours):
+    model, task = linear_model(), float_task()
+    penalty = measured(model.net, context_of(model.net, task))
+    assert_importance(penalty, sensitivity(model, image_colours(task)))
+    (mas,) = create_method("mas").penalties
+    assert mas.options.model_dump() == {"strength": 30.0, "output": "norm", "gradients": "batch", "mode": "eval"}
+
+
+def test_importances_are_summed_over_tasks_each_with_its_own_head(linear_model, float_task, context_of, image_colours):
+    model, penalty, total = linear_model(), MAS(), {"0.weight": 0.0, "0.bias": 0.0}
+    for index, (images, classes) in enumerate([(47, 3), (25, 2), (33, 4)]):
+        task = float_task(f"task{index}", images, classes)
+        context = context_of(model.net, task)
+        with torch.no_grad():
+            for parameter in shared_parameters(model.net).values():
+                parameter += 0.1 * (index + 1)
+        penalty.attach(model.net)
+        penalty.end_task(context)
+        total = {name: total[name] + new for name, new in sensitivity(model, image_colours(task)).items()}
+        assert_importance(penalty, total)
+        for name, parameter in shared_parameters(model.net).items():
+            assert torch.equal(penalty.anchor[name], parameter)
+
+
+def test_the_pull_is_lambda_times_omega_times_distance(linear_model, float_task, context_of):
+    model = linear_model()
+    penalty = measured(model.net, context_of(model.net, float_task()), strength=12)
+    for parameter in shared_parameters(model.net).values():
+        with torch.no_grad():
+            parameter += 0.5
+        parameter.grad = torch.full_like(parameter, 0.25)
+    penalty.add_gradients(model.net)
+    for name, parameter in shared_parameters(model.net).items():
+        expected = 0.25 + 12 * penalty.weight[name] * (parameter.detach() - penalty.anchor[name])
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_labels_do_not_matter(linear_model, float_task, context_of):
+    found = []
+    for label in (0, 1):
+        model, task = linear_model(), float_task()
+        task.train.labels.fill_(label)
+        found.append(measured(model.net, context_of(model.net, task)).weight["0.weight"])
+    assert torch.equal(*found)
+
+
+def test_training_mode_measures_a_copy(make_net, tasks, context_of, snapshot, assert_same):
+    net = make_net("shared")
+    context = context_of(net, tasks[0])
+    before = snapshot(net)
+    found = measured(net, context, mode="train")
+    assert_same(snapshot(net), before)
+    other = measured(net, context)
+    assert (found.weight["0.weight"] - other.weight["0.weight"]).abs().max() > 1e-4
+    expected = {name: torch.zeros_like(p) for name, p in shared_parameters(net).items()}
+    for x, _ in context.batches(20):  # moves the network's own statistics: nothing is measured after it
+        norm = net.train()(x).norm(dim=1).mean()
+        for name, gradient in zip(expected, torch.autograd.grad(norm, list(net.backbone.parameters())), strict=True):
+            expected[name] += 20 * gradient.abs() / context.images
+    for name, tensor in found.weight.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_of_single_images_need_evaluation_mode(linear_model, float_task, context_of):
+    model = linear_model()
+    context = context_of(model.net, float_task())
+    with pytest.raises(ConfituneError, match="evaluation mode"):
+        measured(model.net, context, gradients="sample", mode="train")

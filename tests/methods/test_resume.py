@@ -1,0 +1,95 @@
+"""Everything a method keeps is in its state: a run that was killed and resumed equals one that was not."""
+
+import copy
+
+import pytest
+
+from confitune.engine import Listener
+
+CASES = {
+    "ewc": ("ewc", {}, {}),
+    "ewc sampled": ("ewc", {"ewc": {"fisher": "sampled"}}, {}),
+    "ewc train mode": ("ewc", {"ewc": {"mode": "train"}}, {}),
+    "si": ("si", {}, {}),
+    "si total": ("si", {"si": {"gradient": "total", "positive": False, "strength": 0.1}}, {}),
+    "rwalk": ("rwalk", {}, {}),
+    "mas": ("mas", {}, {}),
+    "mas-cpr": ("mas-cpr", {}, {}),
+    "mas-afec": ("mas-afec", {}, {}),
+    "mas+afec alternating": ("mas+afec", {"afec": {"form": "alternating"}}, {}),
+    "ewc+cpr": ("ewc+cpr", {}, {}),
+    "confit+mas": ("confit+mas", {}, {"epochs": 5}),
+    "confit+si+afec alternating": ("confit+si+afec", {"afec": {"form": "alternating"}}, {"epochs": 5}),
+    "confit+rwalk": ("confit+rwalk", {"rwalk": {"strength": 1}}, {"epochs": 5, "of_net": {"dropout": 0.3}}),
+    "task-bn+ewc": ("task-bn+ewc", {}, {}),
+    "mas-afec with dropout": ("mas-afec", {}, {"of_net": {"dropout": 0.3}}),
+    "ccll": ("ccll", {}, {"lr_schedule": "step"}),
+    "ccll identity first-task": ("ccll", {"ccll": {"start": "identity", "base": "first-task"}}, {}),
+}
+
+
+class Killed(Exception):
+    pass
+
+
+class Killer(Listener):
+    """Kills the run when `task` starts, or when its `epoch` has been trained and not yet been checkpointed."""
+
+    def __init__(self, task, epoch=None):
+        self.task, self.epoch = task, epoch
+
+    def task_started(self, task, name, first_epoch):
+        if task == self.task and self.epoch is None:
+            raise Killed
+
+    def epoch_ended(self, end):
+        if (end.task, end.epoch) == (self.task, self.epoch):
+            raise Killed
+
+
+class Starts(Listener):
+    def __init__(self):
+        self.tasks = []
+
+    def task_started(self, task, name, first_epoch):
+        self.tasks.append((task, first_epoch))
+
+
+def states(run):
+    return copy.deepcopy([penalty.state_dict() for penalty in run.method.penalties])
+
+
+@pytest.mark.parametrize(("method", "options", "settings"), CASES.values(), ids=CASES)
+def test_resumed_equals_undisturbed(make_run, tmp_path, assert_same, method, options, settings):
+    whole = make_run(method, options, **settings)
+    reference = whole.run()
+    last = settings.get("epochs", 3) - 1
+    for task, epoch in ((1, None), (1, last), (0, 1)):
+        folder = tmp_path / f"killed in {task} at {epoch}"
+        folder.mkdir()
+        with pytest.raises(Killed):
+            make_run(method, options, folder=folder, listeners=(Killer(task, epoch),), **settings).run()
+        starts = Starts()
+        run = make_run(method, options, folder=folder, listeners=(starts,), **settings)
+        assert run.resume()
+        found = run.run()
+        assert starts.tasks[0] == (task, epoch or 0)
+        assert found.final_sha256 == reference.final_sha256
+        assert found.accuracy_matrix == reference.accuracy_matrix
+        assert_same(states(run), states(whole))
+
+
+@pytest.mark.parametrize("method", ["ewc", "si", "rwalk", "mas", "mas-afec"])
+def test_without_its_state_a_resumed_run_would_differ(make_run, tmp_path, method):
+    """What the test above rests on: the state matters."""
+    whole = make_run(method).run()
+    with pytest.raises(Killed):
+        make_run(method, folder=tmp_path, listeners=(Killer(1, 2),)).run()
+    run = make_run(method, folder=tmp_path)
+    fresh = make_run(method).method.penalties
+    for penalty, empty in zip(run.method.penalties, fresh, strict=True):
+        penalty.load_state_dict = lambda state, empty=empty, mine=penalty: type(mine).load_state_dict(
+            mine, empty.state_dict()
+        )
+    assert run.resume()
+    assert run.run().final_sha256 != whole.final_sha256
