@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from confitune.nn import ContinualNet
 # The first step of a kind is plain Python, which settles sizes; the second may be compiled; both let libraries choose
 # their algorithms. The third is captured.
 _NOT_CAPTURED = 2
+_KEPT = 24  # graphs: where every task has its own, those of tasks long past go
 
 Inputs = tuple[Tensor | None, ...]
 
@@ -59,7 +60,7 @@ class Executor:
         # One for good: libraries keep tens of megabytes for every stream they have seen.
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._listener = listener or Listener()
-        self._graphs: dict[Hashable, _Captured] = {}
+        self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()  # the one replayed last is the last
         self._others: dict[int, Executor] = {}
         self._seen: Counter[Hashable] = Counter()
         self._pool: Any = None
@@ -86,7 +87,12 @@ class Executor:
             self.lr = lr
 
     def __call__(
-        self, kind: Hashable, function: Callable[..., Tensor | None], *inputs: Tensor | None, trains: bool = True
+        self,
+        kind: Hashable,
+        function: Callable[..., Tensor | None],
+        *inputs: Tensor | None,
+        trains: bool = True,
+        forward: Hashable = None,
     ) -> Tensor | None:
         """What `function(*inputs)` gives; the tensor is valid until the next call.
 
@@ -94,15 +100,18 @@ class Executor:
             kind: functions of one kind do the same to the same tensors, whatever those and the inputs hold.
             function: launches work on the device and waits for nothing.
             trains: whether the network is trained or measured by it, not only looked at.
+            forward: what of the kind the backbone's forward and backward depend on: compiled once for each.
         """
-        kind = (kind, tuple(None if x is None else (x.shape, x.dtype) for x in inputs))
+        shapes = tuple(None if x is None else (x.shape, x.dtype) for x in inputs)
+        kind, forward = (kind, shapes), (forward or kind, shapes)
         if kind in self._graphs:
+            self._graphs.move_to_end(kind)
             output = self._replay(kind, inputs)
             if trains:
                 self.net.replayed(self._graphs[kind].remembered)
             return output
         self._seen[kind] += 1
-        with self._compiling(kind) if trains else nullcontext():
+        with self._compiling(kind, forward) if trains else nullcontext():
             if self._captures and self._seen[kind] == _NOT_CAPTURED and self.mode == "graph":
                 return self._watched(function, inputs)
             if self._captures and self._seen[kind] > _NOT_CAPTURED and self._capture(kind, function, inputs):
@@ -130,11 +139,11 @@ class Executor:
         )
 
     @contextmanager
-    def _compiling(self, kind: Hashable) -> Iterator[None]:
+    def _compiling(self, kind: Hashable, forward: Hashable) -> Iterator[None]:
         if self.mode == "compile" and self._seen[kind] > 1 and self.net.sizes_known:
-            if kind not in self._compiled:
-                self._compiled[kind] = _compiled(self.net)
-            self.net.compiled = self._compiled[kind]
+            if forward not in self._compiled:
+                self._compiled[forward] = _compiled(self.net)
+            self.net.compiled = self._compiled[forward]
         try:
             yield
         finally:
@@ -166,6 +175,8 @@ class Executor:
             self._give_up(str(error).splitlines()[0])
             return False
         self._graphs[kind] = _Captured(graph, self.net.remembered(), static, output)
+        if len(self._graphs) > _KEPT:
+            self._graphs.popitem(last=False)
         return True
 
 

@@ -188,6 +188,7 @@ class TaskFit:
                 self.step.kind(stage.trains, tracking, self.index),
                 self.step.train,
                 *(pixels, labels, None if noise is None else noise[step]),
+                forward=(stage.trains, tracking),
             )
             assert outcome is not None
             readings.put(step, outcome)
