@@ -5,6 +5,8 @@ from confitune.experiments.method_tables import method_page, methods_table
 from confitune.experiments.methods import MethodReport, OptionReport, report_method, report_methods
 from confitune.experiments.models import ModelReport, matching_models, report_model
 from confitune.experiments.recipe import Recipe, make_recipe, merge_options, read_recipe
+from confitune.experiments.report import write_report
+from confitune.experiments.reproduce import Scope, read_scope, reproduce
 from confitune.experiments.runner import run_recipe
 from confitune.experiments.search import Point, Search, plan_search, winner
 from confitune.experiments.summary import collect_results, draw_pictures, summary_table, write_summary
@@ -16,6 +18,7 @@ __all__ = [
     "OptionReport",
     "Point",
     "Recipe",
+    "Scope",
     "Search",
     "collect_results",
     "draw_pictures",
@@ -27,14 +30,17 @@ __all__ = [
     "methods_table",
     "plan_search",
     "read_recipe",
+    "read_scope",
     "report_method",
     "report_methods",
     "report_model",
+    "reproduce",
     "run_folder",
     "run_recipe",
     "run_search",
     "search_table",
     "summary_table",
     "winner",
+    "write_report",
     "write_summary",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from confitune.engine import (
     RunResult,
     SequenceRun,
     TensorBoardLog,
+    TrainSettings,
     Turns,
     library_switches,
     progress_board,
@@ -35,6 +36,8 @@ from confitune.tasks import TaskSequence
 RESULT = "result.json"
 
 Run = tuple[str, int]  # method and seed
+# From a network, its tasks, its settings and its folder to listeners that measure something on the way.
+Watch = Callable[[ContinualNet, TaskSequence, TrainSettings, Path], Sequence[Listener]]
 
 
 class TrainingError(ConfituneError):
@@ -59,6 +62,7 @@ class LocalRuns:
     sequence: TaskSequence  # where it will be trained on
     console: Console
     checkpoint_seconds: float
+    watch: Watch | None = None
 
     def side_by_side(self, group: Sequence[Run]) -> list[RunResult]:
         """Results of runs of one method, which share the device; each is written as soon as it is there."""
@@ -87,14 +91,16 @@ class LocalRuns:
         label = f"{recipe.dataset} {name}" + (f" seed {seed}" if recipe.seeds > 1 else "")
         progress = LiveProgress(self.console, label, board)
         config = recipe.identity(name, seed, self.backbone.weights_sha256)
+        settings = recipe.train_settings(seed, name)
+        watching = self.watch(net, self.sequence, settings, folder) if self.watch else ()
         sequence_run = SequenceRun(
             net,
             self.sequence,
             method,
-            recipe.train_settings(seed, name),
+            settings,
             folder=folder,
             config=config,
-            listeners=(progress, CsvLog(folder), TensorBoardLog(folder), turn),
+            listeners=(progress, CsvLog(folder), TensorBoardLog(folder), *watching, turn),
             checkpoint_seconds=self.checkpoint_seconds,
             weights=self.backbone.weights,
         )

@@ -20,11 +20,47 @@ class Searched:
     chosen: dict[str, float]  # by dataset
 
 
+@dataclass(frozen=True)
+class Reported:
+    """A cell of a table: mean and 95% interval over 5 runs (CCLL: one run, no interval), in percent."""
+
+    acc: float
+    acc_interval: float | None = None
+    fgt: float | None = None
+    fgt_interval: float | None = None
+
+
+@cache
+def _data() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(files("confitune.experiments").joinpath("paper.json").read_text())
+    return found
+
+
 @cache
 def searched() -> tuple[Searched, ...]:
     """All hyperparameters that the paper searched."""
-    found = json.loads(files("confitune.experiments").joinpath("paper.json").read_text())["hyperparameters"]
-    return tuple(Searched(**{**entry, "grid": tuple(entry["grid"])}) for entry in found)
+    return tuple(Searched(**{**entry, "grid": tuple(entry["grid"])}) for entry in _data()["hyperparameters"])
+
+
+def reported(table: str) -> dict[str, dict[str, Reported]]:
+    """A table of the paper: 'table1' (main results) or 'table2' (ablation); method -> dataset -> cell.
+
+    >>> reported("table1")["confit"]["flowers102"].acc
+    86.99
+    """
+    return {method: {d: Reported(**cell) for d, cell in row.items()} for method, row in _data()[table].items()}
+
+
+def reported_datasets() -> dict[str, dict[str, int]]:
+    """Appendix, table 1: tasks, classes a task, training and test images."""
+    found: dict[str, dict[str, int]] = _data()["datasets"]
+    return found
+
+
+def reported_storage() -> dict[str, int]:
+    """Numbers that a task adds (confit, ccll), or that are kept once (regularisation), as the text rounds them."""
+    found: dict[str, int] = _data()["storage_numbers"]
+    return found
 
 
 def chosen_options(dataset: str) -> dict[str, dict[str, Any]]:

@@ -49,17 +49,17 @@ PANELS_PER_ROW = 4
 
 def draw_accuracy_matrix(matrices: Mapping[str, Array], path: str | os.PathLike[str], *, title: str) -> None:
     """Write `accuracy_matrix_figure` to `path` as a PNG."""
-    _save(accuracy_matrix_figure(matrices, title=title), path)
+    save_figure(accuracy_matrix_figure(matrices, title=title), path)
 
 
 def draw_curves(curves: Mapping[str, Array], path: str | os.PathLike[str], *, title: str) -> None:
     """Write `curves_figure` to `path` as a PNG."""
-    _save(curves_figure(curves, title=title), path)
+    save_figure(curves_figure(curves, title=title), path)
 
 
 def draw_overview(runs: Mapping[str, Array], path: str | os.PathLike[str], *, title: str) -> None:
     """Write `overview_figure` to `path` as a PNG, 1800 pixels wide (readable at 900)."""
-    _save(overview_figure(runs, title=title), path)
+    save_figure(overview_figure(runs, title=title), path)
 
 
 def draw_search(
@@ -71,7 +71,7 @@ def draw_search(
     best: object,
 ) -> None:
     """Write `search_figure` to `path` as a PNG."""
-    _save(search_figure(points, title=title, option=option, best=best), path)
+    save_figure(search_figure(points, title=title, option=option, best=best), path)
 
 
 def accuracy_matrix_figure(matrices: Mapping[str, Array], *, title: str) -> Figure:
@@ -390,7 +390,8 @@ def _number(value: float) -> str:
     return "100" if round(value, 1) == 100 else f"{value:.1f}"
 
 
-def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write as a PNG, whole or not at all."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Without matplotlib's version in the metadata, the same data gives the same bytes.

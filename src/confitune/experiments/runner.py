@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from confitune.engine import CHECKPOINT, Checkpoint, RunResult, place, require_same_config
 from confitune.errors import ConfituneError
-from confitune.experiments.local import RESULT, LocalRuns, Run, run_folder
+from confitune.experiments.local import RESULT, LocalRuns, Run, Watch, run_folder
 from confitune.experiments.recipe import Recipe
 from confitune.experiments.summary import write_summary
 from confitune.nn import Backbone, create_backbone, require_batch_norm
@@ -25,6 +25,7 @@ def run_recipe(
     resume: bool = False,
     parallel_seeds: int = 1,
     checkpoint_seconds: float = 30.0,
+    watch: Watch | None = None,
     console: Console | None = None,
 ) -> list[RunResult]:
     """Run what the recipe asks for and is not done yet; results, logs, summary and pictures go below `out`.
@@ -34,6 +35,7 @@ def run_recipe(
             them is refused, so nothing is overwritten.
         parallel_seeds: how many seeds of a method run at once on the device; each gives what it gives alone.
         checkpoint_seconds: a run that is killed loses at most this much work and an epoch's.
+        watch: makes listeners that measure something while a run goes on.
     """
     console = console or Console(quiet=True)
     plan = [(method, seed) for method in recipe.methods for seed in range(recipe.seeds)]
@@ -50,7 +52,7 @@ def run_recipe(
     if left:
         device = recipe.train_settings(0).torch_device()
         sequence = place(load_sequence(recipe, backbone, console), device, recipe.pixels)
-        runs = LocalRuns(recipe, out, backbone, sequence, console, checkpoint_seconds)
+        runs = LocalRuns(recipe, out, backbone, sequence, console, checkpoint_seconds, watch)
         for group in _groups(left, parallel_seeds):
             done.update(zip(group, runs.side_by_side(group), strict=True))
             write_summary(out)

@@ -1,0 +1,36 @@
+"""What the paper looks into beside accuracy: shift, transductive moments, storage, and its propositions."""
+
+from confitune.analysis.saved import SavedResult
+from confitune.analysis.shift import ShiftRecorder, ShiftResult, output_means, paired_convs, running_means
+from confitune.analysis.storage import StorageResult, StorageRow, measure_storage, storage_of
+from confitune.analysis.theory import (
+    Proposition1,
+    Proposition2,
+    Proposition3,
+    check_proposition1,
+    check_proposition2,
+    check_proposition3,
+)
+from confitune.analysis.transductive import MomentsAccuracy, TransductiveResult, transductive_accuracy
+
+__all__ = [
+    "MomentsAccuracy",
+    "Proposition1",
+    "Proposition2",
+    "Proposition3",
+    "SavedResult",
+    "ShiftRecorder",
+    "ShiftResult",
+    "StorageResult",
+    "StorageRow",
+    "TransductiveResult",
+    "check_proposition1",
+    "check_proposition2",
+    "check_proposition3",
+    "measure_storage",
+    "output_means",
+    "paired_convs",
+    "running_means",
+    "storage_of",
+    "transductive_accuracy",
+]

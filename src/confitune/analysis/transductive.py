@@ -1,0 +1,200 @@
+"""Accuracy with the true moments of the test set: is correcting the running variance worth it? (ConFiT, sec. 4.2)
+
+Every batch norm normalises with a mean and a variance, and each of the two may be the running one (recovered, stored or
+shared, as the network's kind has it) or the true one. True moments are those of the tensor that the layer REALLY gets
+when the task's whole test set is tested with the same choice in all layers before it:
+
+    mean[c] = 1 / (N H W) * sum of x[n, c, h, w],   variance[c] = 1 / (N H W) * sum of (x[n, c, h, w] - mean[c])^2
+
+The other definition, moments of the tensors that running moments produce, would hand a layer moments of a tensor that
+it no longer sees once the layers before it use true ones. With both true this one is exactly a batch norm in training
+mode whose batch is the whole test set (the biased variance is BN's own); the paper says only 'true moments'.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from confitune.analysis.saved import SavedResult
+from confitune.engine import TrainSettings
+from confitune.engine.feed import batches
+from confitune.engine.loss import count_right
+from confitune.nn import ContinualNet
+from confitune.nn.xconv import TaskNorm
+from confitune.tasks import Task
+
+Source = Literal["running", "true"]
+
+_SLICE = 32  # images turned into float64 at a time
+
+
+class MomentsAccuracy(BaseModel):
+    """One of the four combinations; accuracies in percent."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mean: Source
+    variance: Source
+    acc: float  # over tasks
+    per_task: list[float]
+
+
+class TransductiveResult(SavedResult):
+    """All four combinations."""
+
+    tasks: list[str]
+    accuracies: list[MomentsAccuracy]
+
+    def of(self, mean: Source, variance: Source) -> MomentsAccuracy:
+        """One combination."""
+        return next(a for a in self.accuracies if (a.mean, a.variance) == (mean, variance))
+
+
+@torch.no_grad()
+def transductive_accuracy(
+    net: ContinualNet, tasks: Sequence[Task], settings: TrainSettings | None = None
+) -> TransductiveResult:
+    """Accuracy on each task's test set with {running, true} means x {running, true} variances.
+
+    A test set that fits in one batch (`settings.eval_batch_size`) takes one forward pass a combination. A larger one
+    takes a sweep for every batch norm, up to that layer, and a last one: measured in chunks, the same moments. Raise
+    `eval_batch_size` where memory allows. The network stays as it is, to the bit: a copy is measured.
+    """
+    settings = settings or TrainSettings()
+    twin = copy.deepcopy(net).eval()
+    sources: tuple[Source, Source] = ("running", "true")
+    accuracies = []
+    for mean, variance in product(sources, sources):
+        per_task = [_accuracy(twin, task, settings, mean, variance) for task in tasks]
+        acc = sum(per_task) / len(per_task)
+        accuracies.append(MomentsAccuracy(mean=mean, variance=variance, acc=acc, per_task=per_task))
+    return TransductiveResult(tasks=[task.name for task in tasks], accuracies=accuracies)
+
+
+def _accuracy(net: ContinualNet, task: Task, settings: TrainSettings, mean: Source, variance: Source) -> float:
+    net.prepare(task.name)
+    moments = _ChosenMoments(net.backbone, mean, variance, whole=len(task.test) <= settings.eval_batch_size)
+    try:
+        right = _right_answers(net, task, settings, moments)
+    finally:
+        moments.restore()
+    return 100.0 * right.double().mean().item()
+
+
+def _right_answers(net: ContinualNet, task: Task, settings: TrainSettings, moments: _ChosenMoments) -> Tensor:
+    """Sweeps over the test set, each of which finds one more layer's moments, until none is left to be found."""
+    device = next(net.parameters()).device
+    while True:
+        right = []
+        for pixels, labels in batches(task.test, settings.eval_batch_size, device):
+            x = task.preprocess(pixels).contiguous(memory_format=torch.channels_last)
+            moments.call = 0
+            try:
+                with torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16(device)):
+                    logits = net.head(net.backbone(x))
+                right.append(count_right(logits, labels, task.groups))
+            except _FarEnough:
+                pass
+        if not moments.found_one():
+            return torch.cat(right)
+
+
+class _FarEnough(Exception):
+    """The layers beyond have nothing to do in this sweep."""
+
+
+class _ChosenMoments:
+    """Puts the chosen moments into every batch norm just before it normalises.
+
+    Layers are told apart by the order of their calls, which also serves a layer that is called twice.
+    """
+
+    def __init__(self, backbone: nn.Module, mean: Source, variance: Source, whole: bool) -> None:
+        norms = [m for m in backbone.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        self._running = {norm: (norm.running_mean.clone(), norm.running_var.clone()) for norm in norms}  # type: ignore[union-attr]
+        self._mean, self._variance, self._whole = mean, variance, whole
+        self._known: list[tuple[Tensor, Tensor]] = []  # true moments by call
+        self._new = Moments()
+        self.call = 0
+        hooked = [] if mean == variance == "running" else norms
+        self._handles = [norm.register_forward_pre_hook(self._before) for norm in hooked]
+
+    def _before(self, norm: nn.Module, args: tuple[Any, ...]) -> None:
+        assert isinstance(norm, _BatchNorm)
+        if self.call == len(self._known):
+            x = args[0]
+            if isinstance(norm, TaskNorm) and norm.calibrated_by is not None:
+                x = norm.calibrated_by(x)
+            self._new.add(x)
+            if not self._whole:
+                raise _FarEnough
+            self.found_one()
+        true, running = self._known[self.call], self._running[norm]
+        self.call += 1
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        norm.running_mean.copy_(true[0] if self._mean == "true" else running[0])
+        norm.running_var.copy_(true[1] if self._variance == "true" else running[1])
+
+    def found_one(self) -> bool:
+        """Take over what was measured, if anything was."""
+        if not self._new.count:
+            return False
+        self._known.append((self._new.mean, self._new.variance))
+        self._new = Moments()
+        return True
+
+    def restore(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for norm, (mean, variance) in self._running.items():
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            norm.running_mean.copy_(mean)
+            norm.running_var.copy_(variance)
+
+
+class Moments:
+    """Mean and biased variance per channel of tensors [N, C, ...], taken in piece by piece in float64.
+
+    Each piece's own two-pass moments are merged (Chan, Golub, LeVeque 1983), which loses nothing where a difference of
+    mean squares would.
+
+    >>> moments = Moments()
+    >>> for piece in torch.arange(6.0).reshape(3, 2).split(2):
+    ...     moments.add(piece)
+    >>> moments.mean.tolist(), [round(v, 4) for v in moments.variance.tolist()]
+    ([2.0, 3.0], [2.6667, 2.6667])
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = torch.zeros(())
+        self._squares = torch.zeros(())  # sum of squared distances from the mean
+
+    @property
+    def variance(self) -> Tensor:
+        """Biased, as batch norm normalises with."""
+        return self._squares / self.count
+
+    def add(self, x: Tensor) -> None:
+        """Take in one more piece."""
+        for part in x.detach().split(_SLICE):
+            axes = [axis for axis in range(part.dim()) if axis != 1]
+            variance, mean = torch.var_mean(part.double(), axes, correction=0)
+            count = part.numel() // part.shape[1]
+            if not self.count:
+                self.count, self.mean, self._squares = count, mean, variance * count
+                continue
+            total, apart = self.count + count, mean - self.mean
+            self._squares = self._squares + variance * count + apart.square() * (self.count * count / total)
+            self.mean = self.mean + apart * (count / total)
+            self.count = total

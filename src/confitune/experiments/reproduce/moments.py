@@ -1,0 +1,146 @@
+"""The figures about moments: representational shift per convolution, and the test set's true moments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+from rich.console import Console
+
+from confitune.analysis import SavedResult, ShiftResult, TransductiveResult
+from confitune.experiments.reproduce.compare import Claim, shown
+from confitune.experiments.reproduce.outcome import Outcome
+from confitune.experiments.reproduce.pictures import draw_panels, picture_name
+from confitune.experiments.reproduce.plan import Part, Scope, by_dataset
+from confitune.experiments.reproduce.watch import SHIFT, TRANSDUCTIVE
+from confitune.metrics import mean_and_interval
+
+Saved = TypeVar("Saved", bound=SavedResult)
+
+
+def shift(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+    """Representational shift per convolution: D1, and D2 - D0, in the four cases of the ablation."""
+    outcome = Outcome(what="shift", title="Representational shift")
+    for dataset, of_it in by_dataset(parts).items():
+        found = {part.method: _saved(part, SHIFT, ShiftResult, outcome) for part in of_it}
+        found = {method: results for method, results in found.items() if results}
+        if not found:
+            continue
+        layers = next(iter(found.values()))[0].layers
+        d1 = {m: np.mean([r.d1 for r in results], 0) for m, results in found.items()}
+        added = {m: np.mean([r.added for r in results], 0) for m, results in found.items()}
+        across = [float(place) for place in range(1, len(layers) + 1)]
+        panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {
+            heading: {m: (across, values.tolist()) for m, values in measured.items()}
+            for heading, measured in (("D1: how far representations moved", d1), ("D2 - D0: what was added", added))
+        }
+        picture = picture_name("shift", dataset)
+        y = dict.fromkeys(panels, "Euclidean norm over channels")
+        title = f"{dataset}: the first task's representation after the last task"
+        draw_panels(panels, scope.out / picture, title=title, x="convolution, from the input on", y=y)
+        outcome.pictures.append(picture)
+        head = "| convolution | " + " | ".join(f"{m}: D1 | D2 - D0" for m in found) + " |"
+        rows = [
+            f"| {layer} | " + " | ".join(f"{d1[m][i]:.3f} | {added[m][i]:.3f}" for m in found) + " |"
+            for i, layer in enumerate(layers)
+        ]
+        outcome.tables[dataset] = "\n".join([head, "|---" * (1 + 2 * len(found)) + "|", *rows])
+        outcome.data[dataset] = {
+            "layers": layers,
+            "d1": {m: values.tolist() for m, values in d1.items()},
+            "d2_minus_d0": {m: values.tolist() for m, values in added.items()},
+            "seeds": {m: len(results) for m, results in found.items()},
+        }
+        outcome.claims += _shift_claims(dataset, d1, added)
+    return outcome
+
+
+def _shift_claims(dataset: str, d1: dict[str, np.ndarray], added: dict[str, np.ndarray]) -> list[Claim]:
+    claims = []
+    if {"finetune", "hierarchical"} <= set(d1):
+        lower = int((d1["hierarchical"] < d1["finetune"]).sum())
+        claims.append(
+            Claim(
+                text=f"{dataset}: hierarchical fine-tuning lowers D1",
+                measured=f"in {lower} of {len(d1['finetune'])} convolutions",
+                holds=lower > len(d1["finetune"]) / 2,
+            )
+        )
+    for plain, xconv in (("finetune", "finetune-xconv"), ("hierarchical", "confit")):
+        if {plain, xconv} <= set(added):
+            first = np.maximum(added[xconv][:5], 0).sum() / max(added[plain][:5].sum(), 1e-12)
+            half = len(added[plain]) // 2
+            shallow, deep = (
+                1 - added[xconv][part].sum() / max(added[plain][part].sum(), 1e-12)
+                for part in (slice(None, half), slice(half, None))
+            )
+            claims.append(
+                Claim(
+                    text=f"{dataset}: Xconv BN lowers D2 - D0 of {plain} to under a tenth in the first five layers",
+                    measured=f"to {100 * first:.1f}%",
+                    holds=bool(first < 0.1),
+                )
+            )
+            claims.append(
+                Claim(
+                    text=f"{dataset}: Xconv BN helps most in shallow layers ({xconv} against {plain})",
+                    measured=f"lower by {100 * shallow:.0f}% in the first half, {100 * deep:.0f}% in the second",
+                    holds=bool(shallow > deep),
+                )
+            )
+    return claims
+
+
+def transductive(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+    """Accuracy with the test set's true mean and/or variance in place of the running ones."""
+    outcome = Outcome(what="transductive", title="Transductive moments")
+    cases = [(mean, variance) for mean in ("running", "true") for variance in ("running", "true")]
+    for dataset, of_it in by_dataset(parts).items():
+        rows = ["| method | " + " | ".join(f"{m} mean, {v} variance" for m, v in cases) + " |", "|---|---|---|---|---|"]
+        for part in of_it:
+            results = _saved(part, TRANSDUCTIVE, TransductiveResult, outcome)
+            if not results:
+                continue
+            measured = {
+                (m, v): mean_and_interval([r.of(m, v).acc for r in results])  # type: ignore[arg-type]
+                for m, v in cases
+            }
+            shown_cells = [shown(c.mean, None if c.n == 1 else c.half_width) for c in measured.values()]
+            rows.append(f"| {part.method} | " + " | ".join(shown_cells) + " |")
+            acc = {case: cell.mean for case, cell in measured.items()}
+            outcome.data[f"{dataset}/{part.method}"] = {f"{m} mean, {v} variance": acc[m, v] for m, v in cases}
+            gain = acc["running", "true"] - acc["running", "running"]
+            both = acc["true", "true"] - acc["running", "running"]
+            if part.method == "confit":
+                outcome.claims.append(
+                    Claim(
+                        text=f"{dataset}: a true variance gains less than 1 point (confit)",
+                        measured=f"{gain:+.2f}",
+                        holds=gain < 1,
+                    )
+                )
+            outcome.claims.append(
+                Claim(
+                    text=f"{dataset}: true mean and variance beat running ones ({part.method})",
+                    measured=f"{both:+.2f}",
+                    holds=both > 0,
+                )
+            )
+        outcome.tables[dataset] = "\n".join(rows)
+    return outcome
+
+
+def _saved(part: Part, name: str, kind: type[Saved], outcome: Outcome) -> list[Saved]:
+    """What was measured in each run of the part; a run without it is noted."""
+    found = []
+    for _, seed, result in part.runs():
+        path = result.with_name(name)
+        if path.exists():
+            found.append(kind.load(path))
+        elif result.exists():
+            outcome.notes.append(
+                f"{part.recipe.dataset}, {part.method}, seed {seed} was run without this measurement: delete "
+                f"{result.parent.name} of {part.method} and run again"
+            )
+    return found

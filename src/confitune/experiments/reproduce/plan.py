@@ -1,0 +1,191 @@
+"""Which runs each table and figure of the paper needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from confitune.engine import RunResult
+from confitune.errors import ConfituneError
+from confitune.experiments.local import RESULT, run_folder
+from confitune.experiments.paper import reported
+from confitune.experiments.recipe import Recipe, make_recipe, read_recipe
+from confitune.tasks import dataset_info
+
+PAPER_DATASETS = ("cifar100", "cub200", "caltech101", "flowers102")
+TABLE1 = tuple(reported("table1"))
+ABLATION = ("finetune", "hierarchical", "finetune-xconv", "confit")
+CONTROLS = ("bn-only", "task-bn", "joint")
+DEEPER = ("resnet34.bt_in1k", "resnet50.ram_in1k")  # the paper's ResNet34 and ResNet50 in today's timm
+QUICK: Mapping[str, Any] = {"epochs": 1, "seeds": 1}
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is asked for.
+
+    Args:
+        out: where everything goes.
+        datasets: of the paper, or any other that `load_tasks` knows.
+        methods: only these, of those that an experiment compares; None: all.
+        seeds: runs of each method; None: the paper's 5 (CCLL: 1).
+        pipeline: of the images; datasets that have only a clean one are taken so.
+        quick: one epoch and one seed, to see that everything works.
+        given: further recipe values, for every run.
+    """
+
+    out: Path
+    datasets: tuple[str, ...] = ("flowers102",)
+    methods: tuple[str, ...] | None = None
+    seeds: int | None = None
+    pipeline: str = "published"
+    quick: bool = False
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    def recipe(self, dataset: str, methods: Sequence[str], **values: Any) -> Recipe:
+        """One experiment as the paper does it: its network, phase means, running statistics."""
+        pipelines = dataset_info(dataset).pipelines
+        paper = {
+            "dataset": dataset,
+            "methods": list(methods),
+            "model": "resnet18.tv_in1k" if dataset in PAPER_DATASETS else "tf_efficientnet_lite0",
+            "pipeline": self.pipeline if self.pipeline in pipelines else "clean",
+            "means": "phase",
+            "statistics": "running",
+            "seeds": self.seeds or 5,
+        }
+        quick = QUICK if self.quick else {}
+        return make_recipe({**paper, **self.given, **values, **quick, "methods": list(methods)})
+
+    def chosen(self, methods: Sequence[str]) -> tuple[str, ...]:
+        """Those of `methods` that are asked for."""
+        return tuple(m for m in methods if self.methods is None or m in self.methods)
+
+    def folder(self, recipe: Recipe) -> Path:
+        """Where runs with this recipe's configuration go; experiments that need the same runs find them there."""
+        name = "-".join(filter(None, (recipe.pipeline, recipe.model, recipe.means, recipe.statistics)))
+        length = f"-{recipe.epochs}-epochs" if recipe.epochs else ""
+        return self.out / "runs" / f"{name}{length}"
+
+
+def read_scope(given: Mapping[str, Any]) -> tuple[Scope, list[str]]:
+    """What is asked for on the command line, or in a YAML file that it names: the scope, and which tables and figures.
+
+    Args:
+        given: options by name; None: not given. Those of the command line win over the file's.
+    """
+    whats: list[str] = []
+    values: dict[str, Any] = {}
+    for what in given["what"]:
+        if not what.endswith((".yaml", ".yml")):
+            whats.append(what)
+            continue
+        read = read_recipe(Path(what))
+        names = read.pop("what", [])
+        whats += [names] if isinstance(names, str) else list(names)
+        values |= read
+    values |= {name: value for name, value in given.items() if value is not None and name not in _NOT_FOR_RECIPES}
+    defaults = Scope(Path(given["out"]))
+    scope = Scope(
+        out=Path(given["out"]),
+        datasets=_listed(values.pop("datasets", None)) or defaults.datasets,
+        methods=_listed(values.pop("methods", None)) or None,
+        seeds=values.pop("seeds", None),
+        pipeline=values.pop("pipeline", defaults.pipeline),
+        quick=bool(given.get("quick")),
+        given=values,
+    )
+    return scope, whats
+
+
+_NOT_FOR_RECIPES = ("what", "quick", "parallel_seeds", "out")
+
+
+def _listed(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else list(value or [])
+    return tuple(name for text in texts for name in text.split(",") if name)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Runs of one method, all seeds."""
+
+    recipe: Recipe  # with this one method
+    folder: Path
+
+    @property
+    def method(self) -> str:
+        """The method's name."""
+        return self.recipe.methods[0]
+
+    def runs(self) -> list[tuple[str, int, Path]]:
+        """Method, seed and result file of each."""
+        return [
+            (self.method, seed, run_folder(self.folder, self.recipe.dataset, self.method, seed) / RESULT)
+            for seed in range(self.recipe.seeds)
+        ]
+
+
+def parts_of(what: str, scope: Scope) -> list[Part]:
+    """The runs that `what` needs; some of them may be done."""
+    makers = {
+        "table1": lambda d: _parts(scope, d, TABLE1),
+        "table2": lambda d: _parts(scope, d, ABLATION),
+        "curves": lambda d: _parts(scope, d, TABLE1),
+        "shift": lambda d: _parts(scope, d, ABLATION),
+        "transductive": lambda d: _parts(scope, d, ABLATION),
+        "controls": lambda d: [
+            *_parts(scope, d, CONTROLS),
+            *(
+                part
+                for means in ("phase", "window")
+                for statistics in ("running", "pass")
+                for part in _parts(scope, d, ("confit",), means=means, statistics=statistics)
+            ),
+        ],
+        "deeper": lambda d: [
+            part
+            for model in DEEPER
+            for part in _parts(scope, d, ("finetune", "confit"), epochs=50, model=model, **_weights(scope))
+        ],
+    }
+    if what not in makers:
+        return []
+    parts = [part for dataset in scope.datasets for part in makers[what](dataset)]
+    if not parts:
+        raise ConfituneError(f"none of the methods asked for is part of {what}")
+    return parts
+
+
+def _weights(scope: Scope) -> dict[str, Any]:
+    # Weights that were given are those of the small network.
+    return {"weights": "none"} if scope.quick or scope.given.get("weights") else {}
+
+
+def _parts(scope: Scope, dataset: str, methods: Sequence[str], **values: Any) -> list[Part]:
+    found = []
+    for method in scope.chosen(methods):
+        once = {"seeds": 1} if method == "ccll" and scope.seeds is None else {}  # as in the paper
+        recipe = scope.recipe(dataset, [method], **values, **once)
+        found.append(Part(recipe, scope.folder(recipe)))
+    return found
+
+
+def results_of(parts: Sequence[Part]) -> dict[str, list[RunResult]]:
+    """Results by method, of the runs that are done."""
+    found: dict[str, list[RunResult]] = {}
+    for part in parts:
+        done = [RunResult.load(path) for _, _, path in part.runs() if path.exists()]
+        if done:
+            found.setdefault(part.method, []).extend(done)
+    return found
+
+
+def by_dataset(parts: Sequence[Part]) -> dict[str, list[Part]]:
+    """Parts by their dataset, in order."""
+    found: dict[str, list[Part]] = {}
+    for part in parts:
+        found.setdefault(part.recipe.dataset, []).append(part)
+    return found

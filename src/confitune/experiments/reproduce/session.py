@@ -1,0 +1,82 @@
+"""Reproduce tables and figures: run what is missing, then write each with the paper's numbers beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from rich.console import Console
+
+from confitune.engine import RunResult
+from confitune.errors import ConfituneError
+from confitune.experiments.local import TrainingError
+from confitune.experiments.reproduce.outcome import Outcome, write_index, write_outcome
+from confitune.experiments.reproduce.plan import ABLATION, Part, Scope, parts_of
+from confitune.experiments.reproduce.watch import watch_moments
+from confitune.experiments.reproduce.writers import WRITERS
+from confitune.experiments.runner import run_recipe
+
+WHATS = tuple(WRITERS)
+
+
+def reproduce(
+    whats: Sequence[str], scope: Scope, *, parallel_seeds: int = 1, console: Console | None = None
+) -> list[Outcome]:
+    """Every table or figure of `whats` ('all': all of them) below `scope.out`: Markdown, JSON and pictures.
+
+    Runs that are done are taken as they are, wherever they were needed before; one that was broken off goes on.
+    """
+    console = console or Console(quiet=True)
+    unknown = [what for what in whats if what not in (*WHATS, "all")]
+    if unknown or not whats:
+        raise ConfituneError(f"nothing to reproduce called {', '.join(unknown)}: there are {', '.join(WHATS)} and all")
+    wanted = WHATS if "all" in whats else tuple(dict.fromkeys(whats))
+    parts = {what: parts_of(what, scope) for what in wanted}
+    failures = _run_missing([part for needed in parts.values() for part in needed], parallel_seeds, console)
+    outcomes = []
+    for what in wanted:
+        console.print(f"writing {what}", style="bold", highlight=False)
+        outcome = WRITERS[what](scope, parts[what], console, parallel_seeds)
+        outcome.notes += [note for part, note in failures if part in parts[what]]
+        write_outcome(scope.out, outcome)
+        outcomes.append(outcome)
+    write_index(scope.out)
+    return outcomes
+
+
+def _run_missing(parts: Sequence[Part], parallel_seeds: int, console: Console) -> list[tuple[Part, str]]:
+    """Do what is not done; what could not be trained, and why."""
+    unique = list({(part.folder, part.recipe.dataset, part.method): part for part in parts}.values())
+    failures = []
+    for number, part in enumerate(unique):
+        if all(result.exists() for _, _, result in part.runs()):
+            continue
+        console.print(_what_is_left(unique, number, parallel_seeds), style="bold", highlight=False, markup=False)
+        watch = watch_moments if part.method in ABLATION else None
+        try:
+            run_recipe(
+                part.recipe, part.folder, resume=True, parallel_seeds=parallel_seeds, watch=watch, console=console
+            )
+        except TrainingError as error:
+            failures.append((part, f"{part.recipe.dataset}, {part.method}: {error}"))
+            console.print(failures[-1][1], style="yellow", highlight=False, markup=False)
+    return failures
+
+
+def _what_is_left(parts: Sequence[Part], number: int, parallel_seeds: int) -> str:
+    """Which part comes, how many runs are left, and how long that will take, judged by the runs that are done."""
+    part = parts[number]
+    left = [(p, path) for p in parts for _, _, path in p.runs() if not path.exists()]
+    seconds: dict[str, list[float]] = {}
+    for p in parts:
+        for method, _, path in p.runs():
+            if path.exists():
+                seconds.setdefault(method, []).append(RunResult.load(path).seconds)
+    text = f"{part.recipe.dataset}, {part.recipe.model}: {part.method} ({len(left)} runs left"
+    if seconds:
+        typical = float(np.mean([value for values in seconds.values() for value in values]))
+        needed = sum(float(np.mean(seconds.get(p.method, [typical]))) for p, _ in left)
+        done_at = time.strftime("%H:%M", time.localtime(time.time() + needed))
+        text += f", about {needed / 60:.0f} min, until {done_at}"
+    return text + ")"

@@ -1,0 +1,212 @@
+"""The tables: datasets, main results, ablation, controls, deeper networks, hyperparameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from confitune.experiments.paper import reported, reported_datasets, searched
+from confitune.experiments.reproduce.compare import Claim, cells_of, shown
+from confitune.experiments.reproduce.outcome import Outcome
+from confitune.experiments.reproduce.plan import QUICK, Part, Scope, by_dataset, results_of
+from confitune.experiments.search import plan_search, value_text
+from confitune.experiments.tune import run_search
+from confitune.metrics import mean_and_interval
+from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, Task, load_tasks
+
+
+def datasets(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+    """Appendix, table 1, with the images per class that it does not give."""
+    told, rows, data = reported_datasets(), [], {}
+    for name in scope.datasets:
+        recipe = scope.recipe(name, ["finetune"])
+        tasks = load_tasks(
+            name,
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
+            data_dir=recipe.data_dir,
+            cache_dir=recipe.cache_dir,
+            pipeline=recipe.pipeline,
+            order_seed=recipe.order_seed,
+            tasks=recipe.tasks,
+        )
+        found = _counts(list(tasks), len(tasks.unused_classes))
+        data[name] = found
+        paper = told.get(name, {})
+        rows += [
+            f"| {name} | {key.replace('_', ' ')} | {value:,} | {_told(paper, key)} |" for key, value in found.items()
+        ]
+    table = "\n".join(["| dataset | | measured | paper |", "|---|---|---|---|", *rows])
+    return Outcome(what="datasets", title="Datasets (appendix, table 1)", tables={"Counts": table}, data=data)
+
+
+def _told(paper: dict[str, int], key: str) -> str:
+    return f"{paper[key]:,}" if key in paper else "-"
+
+
+def _counts(tasks: list[Task], unused: int) -> dict[str, int]:
+    train = torch.cat([torch.bincount(task.train.labels.cpu(), minlength=len(task.classes)) for task in tasks])
+    test = torch.cat([torch.bincount(task.test.labels.cpu(), minlength=len(task.classes)) for task in tasks])
+    return {
+        "tasks": len(tasks),
+        "classes_per_task": len(tasks[0].classes),
+        "classes_left_over": unused,
+        "train_images": int(train.sum()),
+        "test_images": int(test.sum()),
+        "fewest_train_images_of_a_class": int(train.min()),
+        "most_train_images_of_a_class": int(train.max()),
+        "fewest_test_images_of_a_class": int(test.min()),
+        "most_test_images_of_a_class": int(test.max()),
+    }
+
+
+def table1(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+    """Main results: every method."""
+    outcome = Outcome(what="table1", title="Main results (table 1)")
+    beats, known = [], []
+    for dataset, of_it in by_dataset(parts).items():
+        results = results_of(of_it)
+        outcome.cells += cells_of(results, dataset, reported("table1"))
+        if {"confit", "single-task"} <= set(results):
+            means = [mean_and_interval([r.acc for r in results[m]]).mean for m in ("confit", "single-task")]
+            known.append(f"{dataset}: {means[0]:.2f} against {means[1]:.2f}")
+            beats.append(means[0] > means[1])
+    whole = len(beats) == 4
+    outcome.claims.append(
+        Claim(
+            text="ConFiT beats single-task learning on three of four datasets",
+            measured="; ".join(known) or "-",
+            holds=sum(beats) >= 3 if whole else None,
+        )
+    )
+    return outcome
+
+
+def table2(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+    """Ablation: {fine-tuning, hierarchical fine-tuning} x {BN, Xconv BN}."""
+    outcome = Outcome(what="table2", title="Ablation (table 2)")
+    for dataset, of_it in by_dataset(parts).items():
+        results = results_of(of_it)
+        outcome.cells += cells_of(results, dataset, reported("table2"))
+        acc = {method: mean_and_interval([r.acc for r in runs]).mean for method, runs in results.items()}
+        if len(acc) == 4:
+            ordered = sorted(acc, key=lambda method: acc[method])
+            paper = {m: cells[dataset].acc for m, cells in reported("table2").items() if dataset in cells}
+            outcome.claims.append(
+                Claim(
+                    text=f"{dataset}: each half helps alone, both together help most"
+                    + (f" (order: {', '.join(sorted(paper, key=lambda m: paper[m]))})" if paper else ""),
+                    measured=", ".join(f"{method} {acc[method]:.2f}" for method in ordered),
+                    holds=ordered[0] == "finetune"
+                    and ordered[-1] == "confit"
+                    and (not paper or ordered == sorted(paper, key=lambda m: paper[m])),
+                )
+            )
+    return outcome
+
+
+def controls(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+    """Beyond the paper: other means and statistics, convolutions that never move, no recovery, all data at once."""
+    outcome = Outcome(what="controls", title="Beyond the paper: forms of ConFiT, and controls")
+    for dataset, of_it in by_dataset(parts).items():
+        rows = []
+        for part in of_it:
+            results = results_of([part]).get(part.method, [])
+            if not results:
+                continue
+            name = part.method
+            if name == "confit":
+                name += f", {part.recipe.means} means, {part.recipe.statistics} statistics"
+            acc = mean_and_interval([r.acc for r in results])
+            fgt = [r.fgt for r in results if r.fgt is not None]
+            lost = mean_and_interval(fgt) if fgt else None
+            interval = _known(acc.half_width)
+            rows.append(
+                (
+                    acc.mean,
+                    name,
+                    shown(acc.mean, interval),
+                    shown(lost.mean, _known(lost.half_width)) if lost else "-",
+                    len(results),
+                )
+            )
+        rows.sort(reverse=True)
+        lines = ["| | ACC | FGT | seeds |", "|---|---|---|---|"]
+        outcome.tables[dataset] = "\n".join(
+            [*lines, *(f"| {name} | {acc} | {fgt} | {seeds} |" for _, name, acc, fgt, seeds in rows)]
+        )
+        outcome.data[dataset] = [
+            {"case": name, "acc": mean, "acc_shown": acc, "fgt_shown": fgt, "seeds": seeds}
+            for mean, name, acc, fgt, seeds in rows
+        ]
+    return outcome
+
+
+def _known(value: float) -> float | None:
+    return None if value != value else value
+
+
+def deeper(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+    """Deeper networks: fine-tuning against ConFiT on ResNet34 and ResNet50, 50 epochs."""
+    outcome = Outcome(what="deeper", title="Deeper networks")
+    for dataset, of_it in by_dataset(parts).items():
+        found: dict[tuple[str, str], Any] = {}
+        lines = ["| network | method | ACC | FGT | seeds |", "|---|---|---|---|---|"]
+        for part in of_it:
+            results = results_of([part]).get(part.method, [])
+            if not results:
+                continue
+            acc, fgt = (mean_and_interval([getattr(r, key) for r in results]) for key in ("acc", "fgt"))
+            found[part.recipe.model.split(".")[0], part.method] = (acc.mean, fgt.mean)
+            lines.append(
+                f"| {part.recipe.model} | {part.method} | {shown(acc.mean, _known(acc.half_width))} "
+                f"| {shown(fgt.mean, _known(fgt.half_width))} | {len(results)} |"
+            )
+        outcome.tables[dataset] = "\n".join(lines)
+        outcome.data[dataset] = [{"network": n, "method": m, "acc": a, "fgt": f} for (n, m), (a, f) in found.items()]
+        for text, small, large in (
+            (
+                "fine-tuned ResNet50 forgets more than ResNet34",
+                ("resnet34", "finetune", 1),
+                ("resnet50", "finetune", 1),
+            ),
+            ("ConFiT on ResNet50 beats ConFiT on ResNet34", ("resnet34", "confit", 0), ("resnet50", "confit", 0)),
+        ):
+            pair = [found.get((network, method), (None, None))[which] for network, method, which in (small, large)]
+            known = None not in pair
+            measured = f"{pair[0]:.2f} and {pair[1]:.2f}" if known else "-"
+            outcome.claims.append(
+                Claim(text=f"{dataset}: {text}", measured=measured, holds=pair[1] > pair[0] if known else None)
+            )
+    return outcome
+
+
+def search(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+    """Hyperparameters: the paper's grids on held-out images, and what wins."""
+    outcome = Outcome(what="search", title="Hyperparameter search (appendix, table 2)")
+    lines = ["| dataset | method | option | tried | chosen | paper |", "|---|---|---|---|---|---|"]
+    for dataset in scope.datasets:
+        for entry in searched():
+            if entry.method not in scope.chosen([entry.method]):
+                continue
+            values = scope.recipe(dataset, [entry.method]).model_dump(exclude_unset=True)
+            grid = [value_text(v) for v in (entry.grid[:2] if scope.quick else entry.grid)]
+            planned = plan_search(entry.method, {**values, **(QUICK if scope.quick else {})}, grid=grid)
+            folder = scope.out / "search" / dataset / entry.method
+            run_search(planned, folder, resume=True, parallel_seeds=parallel_seeds, retrain=False, console=console)
+            found = json.loads((folder / "search.json").read_text())
+            picture = folder / "search.png"
+            if picture.exists():
+                outcome.pictures.append(str(picture.relative_to(scope.out)))
+            told = entry.chosen.get(dataset)
+            lines.append(
+                f"| {dataset} | {entry.method} | {planned.place} | {', '.join(grid)} | {found['winner']} "
+                f"| {'-' if told is None else value_text(told)} |"
+            )
+            outcome.data[f"{dataset}/{entry.method}"] = {"tried": grid, "chosen": found["winner"], "paper": told}
+    outcome.tables["What was chosen"] = "\n".join(lines)
+    return outcome

@@ -1,0 +1,264 @@
+"""Shift against a forward pass written out, weights moved by hand, every kind of run, and runs broken off."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from confitune.analysis import ShiftRecorder, ShiftResult, output_means, paired_convs, running_means
+from confitune.analysis.shift import AFTER_FIRST_TASK
+from confitune.engine import Listener
+from confitune.errors import ConfituneError
+from confitune.nn import ContinualNet, build_model, convert_xconv_bn
+
+CASES = ["finetune", "hierarchical", "finetune-xconv", "confit", "task-bn"]
+
+
+class Killed(Exception):
+    pass
+
+
+class Killer(Listener):
+    def __init__(self, task):
+        self.task = task
+
+    def task_started(self, task, name, first_epoch):
+        if task == self.task:
+            raise Killed
+
+
+class Copies(Listener):
+    """Keeps the network as it was after each task."""
+
+    def __init__(self, net):
+        self.net, self.after = net, []
+
+    def task_ended(self, task, accuracies):
+        self.after.append(copy.deepcopy(self.net))
+
+
+def stored(norm, x):
+    return norm.running_mean, norm.running_var
+
+
+def measured_by_hand(net, task, by_hand):
+    """True and running means of task `task`, by convolution."""
+    net = copy.deepcopy(net).eval()
+    net.set_task(task.name)
+    norms = {"0": net.backbone[1], "3": net.backbone[4]}
+    if net.norm == "xconv":
+        for norm in norms.values():
+            norm.running_mean.copy_(norm.recovered_mean(task.name))
+    with torch.no_grad():
+        outputs, _ = by_hand(net, task, stored)
+    true = {conv: x.mean((0, 2, 3)).numpy() for conv, x in outputs.items()}
+    return true, {conv: norm.running_mean.double().numpy() for conv, norm in norms.items()}
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_d0_d1_d2_of_a_run(make_run, sequence, settings, by_hand, method):
+    run = make_run(method)
+    copies, recorder = Copies(run.net), ShiftRecorder(run.net, sequence, settings)
+    make_run(method, net=run.net, listeners=(recorder, copies)).run()
+    (true1, running1), _, (true3, running3) = (measured_by_hand(net, sequence[0], by_hand) for net in copies.after)
+    result = recorder.result()
+    assert result.layers == ["0", "3"]
+    assert (result.method, result.dataset, result.seed) == (method, "tiny", 0)
+    assert (result.task, result.last_task) == ("dark", "minus")
+    norm = np.linalg.norm
+    np.testing.assert_allclose(result.d0, [norm(running1[n] - true1[n]) for n in "03"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(result.d1, [norm(true1[n] - true3[n]) for n in "03"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(result.d2, [norm(running3[n] - true3[n]) for n in "03"], rtol=1e-4, atol=1e-6)
+    assert min(result.d1) > 1e-3  # something moved
+    assert result.added == [b - a for a, b in zip(result.d0, result.d2, strict=True)]
+
+
+@pytest.mark.parametrize("norm", ["shared", "task", "xconv"])
+def test_weights_moved_by_hand(make_backbone, sequence, settings, norm):
+    """The first convolution's bias moves by (3, 4, 0, ...): its output by exactly that, 5 in all."""
+    net = ContinualNet(make_backbone(), norm=norm)
+    first = sequence[0]
+    net.add_task(first.name, 3)
+    with torch.no_grad():
+        net.train()(first.preprocess(first.train.pixels[first.train.rows]))
+    net.finish_task()
+    recorder = ShiftRecorder(net, sequence[:2], settings)
+    recorder.run_started("finetune", ["dark", "bright"], 1, 0)
+    recorder.task_ended(0, [0.0])
+    with torch.no_grad():
+        net.backbone[0].bias[:2] += torch.tensor([3.0, 4.0])
+    recorder.task_ended(1, [0.0, 0.0])
+    result = recorder.result()
+    assert result.d1[0] == pytest.approx(5.0, rel=1e-5)
+    true, running = output_means(net, first, settings)["0"], running_means(net, first.name)["0"]
+    gap = true.numpy() - running.numpy()
+    assert result.d2[0] == pytest.approx(np.linalg.norm(gap), rel=1e-6)
+    if norm == "xconv":  # recovered through today's bias
+        assert result.added[0] == pytest.approx(0.0, abs=1e-5)
+        assert result.d1[1] == pytest.approx(0.0, abs=1e-5)  # normalised away: the next layer sees what it saw
+    else:  # the stored mean stays behind by what the bias moved
+        gap[:2] -= [3.0, 4.0]
+        assert result.d0[0] == pytest.approx(np.linalg.norm(gap), rel=1e-4)
+        assert result.d1[1] > 0.1
+
+
+@pytest.mark.parametrize("norm", ["shared", "task", "xconv"])
+def test_the_task_at_hand_is_the_one_asked_for(make_run, sequence, settings, by_hand, norm):
+    net = make_run({"shared": "finetune", "task": "task-bn", "xconv": "confit"}[norm]).net
+    make_run({"shared": "finetune", "task": "task-bn", "xconv": "confit"}[norm], net=net).run()
+    for task in sequence:
+        true, running = measured_by_hand(net, task, by_hand)
+        found, used = output_means(net, task, settings), running_means(net, task.name)
+        assert found["3"].dtype == torch.float64
+        for name in "03":
+            np.testing.assert_allclose(found[name], true[name], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(used[name], running[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_measuring_changes_nothing(make_run, sequence, settings, same_state, state_of, finished):
+    net = make_run("confit").net
+    make_run("confit", net=net).run()
+    if not finished:
+        net.reopen("bright")
+        with torch.no_grad():
+            net.train()(sequence[1].preprocess(sequence[1].train.pixels[:6]))
+    before, hooks = state_of(net), [len(m._forward_hooks) for m in net.modules()]
+    output_means(net, sequence[0], settings)
+    running_means(net, "dark")
+    assert same_state(before, state_of(net))
+    assert hooks == [len(m._forward_hooks) for m in net.modules()]
+
+
+def test_a_watched_run_is_the_same_run(make_run, sequence, settings):
+    alone = make_run("confit").run()
+    net = make_run("confit").net
+    watched = make_run("confit", net=net, listeners=(ShiftRecorder(net, sequence, settings),)).run()
+    assert watched.final_sha256 == alone.final_sha256
+
+
+def test_float32_whatever_is_around(make_run, sequence, settings):
+    net = make_run("confit").net
+    make_run("confit", net=net).run()
+    exact = output_means(net, sequence[0], settings)
+    with torch.autocast("cpu", torch.bfloat16):
+        within = output_means(net, sequence[0], settings.model_copy(update={"precision": "bf16"}))
+    assert all(torch.equal(exact[name], within[name]) for name in exact)
+
+
+@pytest.mark.parametrize("method", ["confit", "finetune"])
+@pytest.mark.parametrize("task", [1, 2])
+def test_resumed_equals_undisturbed(make_run, sequence, settings, tmp_path, method, task):
+    net = make_run(method).net
+    whole = ShiftRecorder(net, sequence, settings)
+    make_run(method, net=net, listeners=(whole,)).run()
+    net = make_run(method).net
+    broken = ShiftRecorder(net, sequence, settings, tmp_path)
+    with pytest.raises(Killed):
+        make_run(method, net=net, listeners=(broken, Killer(task)), folder=tmp_path).run()
+    net = make_run(method).net
+    resumed = ShiftRecorder(net, sequence, settings, tmp_path)
+    run = make_run(method, net=net, listeners=(resumed,), folder=tmp_path)
+    assert run.resume()
+    run.run()
+    assert resumed.result() == whole.result()
+
+
+def test_broken_off_after_the_last_task(make_run, sequence, settings, tmp_path):
+    net = make_run("confit").net
+    whole = ShiftRecorder(net, sequence, settings, tmp_path)
+    make_run("confit", net=net, listeners=(whole,), folder=tmp_path).run()
+    net = make_run("confit").net
+    late = ShiftRecorder(net, sequence, settings, tmp_path)
+    run = make_run("confit", net=net, listeners=(late,), folder=tmp_path)
+    assert run.resume()
+    run.run()
+    assert late.result() == whole.result()
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_resumed_without_what_was_measured(make_run, sequence, settings, tmp_path, folder):
+    with pytest.raises(Killed):
+        make_run("confit", listeners=(Killer(1),), folder=tmp_path).run()
+    net = make_run("confit").net
+    recorder = ShiftRecorder(net, sequence, settings, tmp_path if folder else None)
+    run = make_run("confit", net=net, listeners=(recorder,), folder=tmp_path)
+    assert run.resume()
+    with pytest.raises(ConfituneError, match="start the run anew"):
+        run.run()
+
+
+def test_what_an_earlier_run_left_is_not_taken(make_run, sequence, settings, tmp_path):
+    path = tmp_path / AFTER_FIRST_TASK
+    path.write_bytes(b"of another run")
+    net = make_run("confit").net
+    recorder = ShiftRecorder(net, sequence, settings, tmp_path)
+    recorder.run_started("confit", [task.name for task in sequence], 2, 0)
+    assert not path.exists()
+    path.write_bytes(b"broken")
+    with pytest.raises(ConfituneError, match="cannot be read"):
+        recorder.run_started("confit", [task.name for task in sequence], 2, 1)
+
+
+def test_a_file_of_another_task_is_refused(make_run, sequence, settings, tmp_path):
+    net = make_run("confit").net
+    make_run("confit", net=net, listeners=(ShiftRecorder(net, sequence, settings, tmp_path),)).run()
+    turned = sequence[1:]
+    with pytest.raises(ConfituneError, match=r"'dark'.*'bright'"):
+        ShiftRecorder(net, turned, settings, tmp_path).run_started("confit", ["bright", "minus"], 2, 1)
+
+
+@pytest.mark.parametrize("method", ["joint", "single-task"])
+def test_no_network_of_all_tasks(make_run, sequence, settings, method):
+    net = make_run(method).net
+    with pytest.raises(ConfituneError, match="no shift"):
+        make_run(method, net=net, listeners=(ShiftRecorder(net, sequence, settings),)).run()
+
+
+def test_calibrated_and_unpaired_networks_are_refused(make_run, sequence, settings):
+    with pytest.raises(ConfituneError, match="calibrat"):
+        paired_convs(make_run("ccll").net)
+    bare = ContinualNet(nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()), norm="shared")
+    bare.add_task("dark", 3)
+    with pytest.raises(ConfituneError, match="nothing to watch"):
+        output_means(bare, sequence[0], settings)
+
+
+def test_before_the_end_there_is_no_result(make_run, sequence, settings):
+    with pytest.raises(ConfituneError, match="after the last task"):
+        ShiftRecorder(make_run("confit").net, sequence, settings).result()
+
+
+def test_one_task_alone(make_backbone, sequence, settings, make_run):
+    net = make_run("finetune").net
+    recorder = ShiftRecorder(net, sequence[:1], settings)
+    net.add_task("dark", 3)
+    recorder.run_started("finetune", ["dark"], 1, 0)
+    recorder.task_ended(0, [0.0])
+    assert recorder.result().d1 == [0.0, 0.0]
+    assert recorder.result().d2 == recorder.result().d0
+
+
+@pytest.mark.parametrize("norm", ["shared", "task", "xconv"])
+def test_the_20_convolutions_of_resnet18_in_network_order(sequence, settings, norm):
+    expected = set(convert_xconv_bn(build_model("resnet18")).pairs.values())
+    net = ContinualNet(build_model("resnet18"), norm=norm)
+    net.add_task("dark", 3)
+    means = output_means(net, sequence[0], settings.model_copy(update={"eval_batch_size": 64}))
+    assert len(means) == 20
+    assert set(means) == expected == set(running_means(net, "dark"))
+    assert list(means)[:3] == ["conv1", "layer1.0.conv1", "layer1.0.conv2"]
+    assert list(means)[-3:] == ["layer4.0.downsample.0", "layer4.1.conv1", "layer4.1.conv2"]
+
+
+def test_saved_and_loaded(tmp_path):
+    result = ShiftResult(
+        dataset="d", method="m", seed=1, task="a", last_task="b", layers=["x"], d0=[0.1], d1=[0.25], d2=[1 / 3]
+    )
+    result.save(tmp_path / "shift.json")
+    assert ShiftResult.load(tmp_path / "shift.json") == result
+    (tmp_path / "shift.json").write_text("{}")
+    with pytest.raises(ConfituneError, match="not a saved ShiftResult"):
+        ShiftResult.load(tmp_path / "shift.json")

@@ -1,0 +1,192 @@
+"""The propositions' checks: right where the assumptions hold, wrong where one is broken, and each part on its own."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import solve_ivp
+from scipy.linalg import null_space, subspace_angles
+from scipy.signal import correlate2d
+
+from confitune.analysis import (
+    Proposition1,
+    Proposition2,
+    Proposition3,
+    check_proposition1,
+    check_proposition2,
+    check_proposition3,
+)
+from confitune.analysis.theory import head_alignment, linear_model
+from confitune.analysis.theory.constant_maps import constant_map
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_proposition1_holds_and_needs_its_padding(seed):
+    found = check_proposition1(seed)
+    assert found.holds
+    assert found.worst_violation < 1e-13
+    assert found.worst_decomposition < 1e-12
+    broken = check_proposition1(seed, missing=1)
+    assert not broken.holds
+    assert broken.worst_violation > 0.1
+    assert broken.worst_decomposition < 1e-12  # the decomposition itself asks for no padding
+
+
+def test_the_border_costs_one_over_the_size():
+    errors = {(b.padding, b.size): b.error for b in check_proposition1().borders}
+    assert {padding for padding, _ in errors} == {0, 1, 2}
+    for size in (4, 8, 16, 32, 64):
+        assert errors[2, size] < 1e-14
+        assert 1e-3 < errors[1, size] < errors[0, size]
+    for padding in (0, 1):
+        slope = np.polyfit(np.log([8, 16, 32, 64]), np.log([errors[padding, s] for s in (8, 16, 32, 64)]), 1)[0]
+        assert -1.3 < slope < -0.7
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (2, 3), (4, 2), (1, 2)])
+def test_proposition1_with_scipy(kernel, stride):
+    """One channel: the mean of the strided 'full' correlation equals that of the map of phase means."""
+    chance = np.random.default_rng(kernel + 10 * stride)
+    a, weight = chance.normal(2, 1, (7, 9)), chance.normal(size=(kernel, kernel))
+    flat = a.copy()
+    for p in range(stride):
+        for q in range(stride):
+            flat[p::stride, q::stride] = a[p::stride, q::stride].mean()
+    mean, of_flat = (correlate2d(x, weight, "full")[::stride, ::stride].mean() for x in (a, flat))
+    assert mean == pytest.approx(of_flat, abs=1e-13)
+    if stride > 1 and kernel > 1:  # one mean for all phases is not enough
+        constant = np.full_like(a, a.mean())
+        assert abs(correlate2d(constant, weight, "full")[::stride, ::stride].mean() - mean) > 1e-3
+
+
+def test_the_constant_map():
+    a = torch.arange(16.0).reshape(2, 2, 2, 2)
+    assert torch.equal(constant_map(a), torch.tensor([5.5, 9.5])[None, :, None, None].expand(2, 2, 2, 2))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_proposition2_holds(seed):
+    found = check_proposition2(seed, instances=25)
+    assert found.holds
+    assert found.worst_violation <= 0
+    assert found.instances == 150
+    assert found.tighter_with_better_features
+    best, worst = found.levels[0], found.levels[-1]
+    assert best.distance < 1e-12
+    assert worst.distance == pytest.approx(2 * np.sin(0.5))
+    assert best.says_something == 1.0
+    assert 0.05 < best.tightness < 1
+    assert worst.says_something == worst.bound == 0.0
+    assert all(level.holds_unsquared == 1.0 for level in found.levels)
+    assert all(level.residual < 1e-3 for level in found.levels)
+
+
+def test_proposition2_needs_orthonormal_rows_and_one_frame():
+    short = check_proposition2(instances=15, row_norm=0.1)
+    assert not short.holds
+    assert short.worst_violation > 1
+    printed = check_proposition2(instances=25, frame="printed")
+    assert not printed.holds
+    assert printed.worst_violation > 0.01
+
+
+def test_the_bound_in_a_case_by_hand():
+    """k = 1, d = 4: B = e1, samples along (e1 + e2) / sqrt 2 and e3, so that half of e1 is outside."""
+    x = np.array([[[1, 1, 0, 0], [0, 0, 1, 0]]]) / np.sqrt([[2], [1]])
+    features = np.array([[[1.0, 0, 0, 0]]])
+    cosine = linear_model.smallest_cosine(features, x)
+    assert cosine == pytest.approx(np.sqrt(0.5))
+    head, best_head, target = np.array([[0.5]]), np.array([[2.0]]), np.array([[2.0, 0, 0, 0]])
+    phi2 = abs((0.5 * 2) ** 2 - 4**2)  # 15: phi = 3.87, phi^2 / 2 = 7.5
+    assert head_alignment._bound(head, best_head, target, cosine) == pytest.approx(np.sqrt(0.5) * np.sqrt(phi2) / 9)
+    head = np.array([[1.99]])
+    phi2 = 16 - 3.98**2  # below 1: phi^2 / 2 is the smaller
+    assert head_alignment._bound(head, best_head, target, cosine) == pytest.approx(np.sqrt(0.5) * phi2 / 2 / 9)
+
+
+@pytest.fixture
+def drawn():
+    chance = np.random.default_rng(3)
+    features = linear_model.orthonormal_rows(chance, 4, 2, 9)
+    x = linear_model.inputs(chance, 4, 5, 9)
+    return chance, features, chance.normal(size=(4, 2)), x, chance.normal(size=(4, 5)) / 3
+
+
+def test_fine_tuning_follows_gradient_flow(drawn):
+    _, features, head, x, y = drawn
+    after, head_after = linear_model.fine_tune(features, head, x, y, steps=20000, tolerance=1e-10)
+    for i in range(4):
+
+        def flow(_, z, i=i):
+            b, v = z[:-2].reshape(2, 9), z[-2:]
+            r = x[i] @ b.T @ v - y[i]
+            return -np.concatenate([np.outer(v, x[i].T @ r).ravel(), b @ x[i].T @ r])
+
+        z = solve_ivp(flow, (0, 2000), [*features[i].ravel(), *head[i]], rtol=1e-8, atol=1e-10, method="LSODA").y[:, -1]
+        np.testing.assert_allclose(head_after[i], z[-2:], atol=0.03)
+        np.testing.assert_allclose(after[i], z[:-2].reshape(2, 9), atol=0.03)
+        np.testing.assert_allclose(x[i] @ after[i].T @ head_after[i], y[i], atol=1e-6)
+        # What flow conserves, and what no sample reaches
+        kept = after[i] @ after[i].T - np.outer(head_after[i], head_after[i])
+        np.testing.assert_allclose(kept, np.eye(2) - np.outer(head[i], head[i]), atol=0.06)
+        np.testing.assert_allclose((after[i] - features[i]) @ null_space(x[i]), 0, atol=1e-12)
+
+
+def test_parts_of_the_linear_model(drawn):
+    chance, features, head, x, y = drawn
+    np.testing.assert_allclose(features @ features.swapaxes(1, 2), np.broadcast_to(np.eye(2), (4, 2, 2)), atol=1e-14)
+    probed = linear_model.best_head(features, x, y)
+    cosines = linear_model.smallest_cosine(features, x)
+    others = linear_model.orthonormal_rows(chance, 4, 2, 9)
+    rotation = linear_model.best_rotation(features, others)
+    turns = np.linspace(0, 2 * np.pi, 4001)
+    plain = np.array([[np.cos(turns), -np.sin(turns)], [np.sin(turns), np.cos(turns)]]).transpose(2, 0, 1)
+    every = np.concatenate([plain, plain * [1, -1]])  # reflections, too
+    for i in range(4):
+        expected = np.linalg.lstsq(x[i] @ features[i].T, y[i], rcond=None)[0]
+        np.testing.assert_allclose(probed[i], expected, atol=1e-12)
+        angles = subspace_angles(features[i].T, null_space(x[i]))
+        assert cosines[i] == pytest.approx(np.cos(angles.max()), abs=1e-12)
+        nearest = np.linalg.norm(features[i] - every @ others[i], ord=2, axis=(1, 2)).min()
+        found = np.linalg.norm(features[i] - rotation[i] @ others[i], ord=2)
+        assert found <= nearest + 1e-9
+        assert found == pytest.approx(nearest, abs=1e-3)
+    points = chance.normal(size=(20000, 9))
+    points /= np.linalg.norm(points, axis=1, keepdims=True)
+    target = chance.normal(size=(4, 9))
+    gap = np.einsum("ikd,ik->id", features, head) - target
+    worst = linear_model.worst_case_error(features, head, target)
+    assert (np.abs(points @ gap.T).max(0) <= worst + 1e-12).all()
+    towards = gap / np.linalg.norm(gap, axis=1, keepdims=True)
+    np.testing.assert_allclose((towards * gap).sum(1), worst)
+
+
+def test_proposition3_holds_and_plain_fine_tuning_moves():
+    found = check_proposition3()
+    assert found.holds
+    assert found.worst_violation < 1e-12
+    assert max(found.probing_first.moved) < 1e-12
+    assert max(found.probing_first.earlier_loss) < 1e-12
+    assert min(found.plain.moved) > 0.1
+    assert min(found.plain.earlier_loss[1:]) > 0.1
+    assert found.plain.forgotten[-1] > 0.05
+    assert len(found.plain.moved) == len(found.plain.forgotten) == 5
+
+
+@pytest.mark.parametrize("broken", [{"feature_error": 0.1}, {"head_error": 0.1}])
+def test_proposition3_needs_good_features_and_the_probed_head(broken):
+    found = check_proposition3(instances=8, tasks=3, **broken)
+    assert not found.holds
+    assert found.worst_violation > 1e-3
+    assert min(found.probing_first.moved) > 1e-3
+
+
+def test_the_same_seed_gives_the_same_numbers(tmp_path):
+    for check, kind, options in (
+        (check_proposition1, Proposition1, {"cases": 5}),
+        (check_proposition2, Proposition2, {"instances": 4}),
+        (check_proposition3, Proposition3, {"instances": 3, "tasks": 2}),
+    ):
+        found = check(5, **options)
+        assert found == check(5, **options) != check(6, **options)
+        found.save(tmp_path / "found.json")
+        assert kind.load(tmp_path / "found.json") == found

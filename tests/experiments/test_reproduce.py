@@ -1,0 +1,211 @@
+"""Tables and figures of the paper: which runs they need, what is beside the paper's numbers, and what is not done twice."""
+
+import json
+
+import pytest
+
+from confitune.engine import RunResult
+from confitune.errors import ConfituneError
+from confitune.experiments.paper import Reported, reported
+from confitune.experiments.reproduce import WHATS, Cell, Claim, Outcome, Scope, read_scope, reproduce
+from confitune.experiments.reproduce import session as session_module
+from confitune.experiments.reproduce.compare import cells_of, claims_markdown, table_markdown
+from confitune.experiments.reproduce.plan import TABLE1, parts_of
+
+ELEVEN = {
+    *("finetune", "ewc", "si", "rwalk", "mas", "mas-cpr", "mas-afec", "confit", "ccll", "linear-probe", "single-task"),
+}
+
+
+def cell(measured, paper, interval, metric="ACC"):
+    return Cell(
+        dataset="d",
+        method="m",
+        metric=metric,
+        measured=measured,
+        interval=0.2,
+        seeds=5,
+        paper=paper,
+        paper_interval=interval,
+    )
+
+
+@pytest.mark.parametrize(
+    ("measured", "paper", "interval", "verdict"),
+    [
+        (86.9, 86.99, 0.25, "inside"),
+        (87.24, 86.99, 0.25, "inside"),
+        (87.25, 86.99, 0.25, "higher"),
+        (86.73, 86.99, 0.25, "lower"),
+        (64.5, 64.13, None, "inside"),  # a single run of the paper's: half a point
+        (64.7, 64.13, None, "higher"),
+        (50.0, None, None, "not reported"),
+    ],
+)
+def test_the_verdict_is_where_the_mean_lies(measured, paper, interval, verdict):
+    assert cell(measured, paper, interval).verdict == verdict
+
+
+def result(method, seed, acc, fgt):
+    return RunResult.model_construct(method=method, seed=seed, acc=acc, fgt=fgt)
+
+
+def test_cells_stand_beside_the_papers():
+    runs = {"confit": [result("confit", 0, 86.0, 2.0), result("confit", 1, 88.0, 1.0)], "joint": [result("joint", 0, 90.0, None)]}
+    acc, fgt, joint = cells_of(runs, "flowers102", reported("table1"))
+    assert (acc.method, acc.metric, acc.measured, acc.seeds, acc.paper, acc.paper_interval) == (
+        *("confit", "ACC", 87.0, 2, 86.99, 0.25),
+    )
+    assert acc.interval == pytest.approx(12.706 * 1.0, rel=1e-3)  # Student's t of two values one apart from their mean
+    assert (fgt.metric, fgt.measured, fgt.paper) == ("FGT", 1.5, 1.79)
+    assert (joint.method, joint.metric, joint.interval, joint.verdict) == ("joint", "ACC", None, "not reported")
+    lines = table_markdown([acc, joint]).splitlines()
+    assert lines[2] == "| flowers102 | confit | ACC | 87.00 ± 12.71 | 2 | 86.99 ± 0.25 | +0.01 | inside |"
+    assert lines[3] == "| flowers102 | joint | ACC | 90.00 | 1 | - | - | not reported |"
+
+
+def test_claims_are_told_apart():
+    claims = [Claim(text=t, measured="1", holds=h) for t, h in (("a", True), ("b", False), ("c", None))]
+    assert [line.split("|")[3].strip() for line in claims_markdown(claims).splitlines()[2:]] == [
+        *("holds", "does not hold", "not measured"),
+    ]
+
+
+def test_table1_has_the_papers_eleven_rows(tmp_path):
+    parts = parts_of("table1", Scope(tmp_path, ("flowers102", "cifar100")))
+    assert set(TABLE1) == ELEVEN
+    assert {(part.recipe.dataset, part.method) for part in parts} == {
+        (d, m) for d in ("flowers102", "cifar100") for m in ELEVEN
+    }
+    for part in parts:
+        recipe = part.recipe
+        assert (recipe.model, recipe.means, recipe.statistics) == ("resnet18.tv_in1k", "phase", "running")
+        assert recipe.pipeline == "published"
+        assert recipe.seeds == (1 if part.method == "ccll" else 5)
+
+
+def test_experiments_share_runs(tmp_path):
+    scope = Scope(tmp_path, ("flowers102",))
+    of = {what: {(p.folder, p.method) for p in parts_of(what, scope)} for what in ("table1", "table2", "shift", "curves")}
+    assert of["shift"] == of["table2"]
+    assert of["curves"] == of["table1"]
+    assert {method for _, method in of["table1"] & of["table2"]} == {"finetune", "confit"}
+
+
+def test_what_differs_goes_into_folders_of_its_own(tmp_path):
+    parts = [*parts_of("controls", Scope(tmp_path)), *parts_of("deeper", Scope(tmp_path))]
+    parts += parts_of("table2", Scope(tmp_path, pipeline="clean"))
+    seen = {}
+    for part in parts:
+        key = (part.folder, part.method)
+        recipe = part.recipe.model_dump(exclude={"methods", "seeds"})
+        assert seen.setdefault(key, recipe) == recipe
+    forms = {(p.recipe.means, p.recipe.statistics) for p in parts_of("controls", Scope(tmp_path)) if p.method == "confit"}
+    assert forms == {("phase", "running"), ("phase", "pass"), ("window", "running"), ("window", "pass")}
+    deeper = parts_of("deeper", Scope(tmp_path))
+    assert {(p.recipe.model, p.method, p.recipe.epochs) for p in deeper} == {
+        (model, method, 50)
+        for model in ("resnet34.bt_in1k", "resnet50.ram_in1k")
+        for method in ("finetune", "confit")
+    }
+
+
+def test_methods_can_be_left_out(tmp_path):
+    scope = Scope(tmp_path, methods=("confit", "ewc"))
+    assert [part.method for part in parts_of("table1", scope)] == ["ewc", "confit"]
+    with pytest.raises(ConfituneError, match="none of the methods asked for is part of table2"):
+        parts_of("table2", Scope(tmp_path, methods=("ewc",)))
+
+
+def test_a_file_names_what_to_do_and_options_win(tmp_path):
+    path = tmp_path / "some.yaml"
+    path.write_text("what: [table1, curves]\ndatasets: [cifar100, flowers102]\nseeds: 3\nmodel: resnet34\n")
+    given = {"what": [str(path), "theory"], "out": tmp_path, "quick": False, "datasets": ["photos,digits"], "seeds": None}
+    scope, whats = read_scope({**given, "methods": None, "pipeline": None, "parallel_seeds": 2})
+    assert whats == ["table1", "curves", "theory"]
+    assert (scope.datasets, scope.seeds, scope.methods, scope.pipeline) == (("photos", "digits"), 3, None, "published")
+    assert scope.given == {"model": "resnet34"}
+
+
+def test_every_recipe_of_an_experiment_is_sound(tmp_path):
+    from pathlib import Path
+
+    import yaml
+
+    named = set()
+    for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")):
+        if "what" in yaml.safe_load(path.read_text()):
+            scope, whats = read_scope({"what": [str(path)], "out": tmp_path, "quick": False})
+            named |= set(whats)
+            for what in whats:
+                assert what in WHATS
+                parts_of(what, scope)
+    assert named == set(WHATS)
+
+
+def test_unknown_names_are_refused(tmp_path):
+    with pytest.raises(ConfituneError, match="nothing to reproduce called table3: there are datasets, "):
+        reproduce(["table3"], Scope(tmp_path))
+
+
+@pytest.fixture
+def tiny(values, tmp_path):
+    """The smallest reproduction: two tasks of two digits, one epoch, one seed."""
+    given = {key: values[key] for key in ("tasks", "batch_size", "model", "weights", "device")}
+    return Scope(tmp_path / "out", ("digits",), quick=True, given=given)
+
+
+def test_tables_and_figures_are_made_and_runs_not_repeated(tiny, monkeypatch):
+    ran = []
+    real = session_module.run_recipe
+
+    def counted(recipe, folder, **options):
+        ran.append(recipe.methods)
+        return real(recipe, folder, **options)
+
+    monkeypatch.setattr(session_module, "run_recipe", counted)
+    ablation, _ = reproduce(["table2", "shift"], tiny)
+    assert sorted(m for (m,) in ran) == ["confit", "finetune", "finetune-xconv", "hierarchical"]
+    assert {c.method for c in ablation.cells} == {m for (m,) in ran}
+    ran.clear()
+    (again,) = reproduce(["table2"], tiny)
+    assert not ran
+    assert again == ablation
+    record = json.loads((tiny.out / "table2.json").read_text())
+    assert record["cells"][0]["verdict"] == "not reported"
+    assert record["versions"]["torch"]
+    page = (tiny.out / "table2.md").read_text()
+    assert page.startswith("# Ablation (table 2)\n\n| dataset | method |")
+    assert "[Ablation (table 2)](table2.md)" in (tiny.out / "index.md").read_text()
+
+
+def test_what_cannot_be_trained_is_noted_and_the_rest_is_made(tiny):
+    scope = Scope(tiny.out, tiny.datasets, ("finetune", "confit"), quick=True, given={**tiny.given, "lr": 1e20})
+    (outcome,) = reproduce(["table2"], scope)
+    assert not outcome.cells
+    assert len(outcome.notes) == 2
+    assert outcome.notes[0].startswith("digits, finetune: the loss of task 'task1' became")
+    assert "Note: digits, confit" in (scope.out / "table2.md").read_text()
+
+
+def test_a_page_shows_everything():
+    outcome = Outcome(
+        what="x",
+        title="X",
+        cells=[cell(1, 1, 1)],
+        claims=[Claim(text="c", measured="2", holds=True)],
+        tables={"T": "| a |"},
+        pictures=["p.png"],
+        notes=["n"],
+    )
+    page = outcome.markdown()
+    places = [page.index(text) for text in ("# X", "| d | m |", "## T\n\n| a |", "![X](p.png)", "| c | 2 | holds |", "Note: n")]
+    assert places == sorted(places)
+
+
+def test_reported_numbers_are_complete():
+    table = reported("table1")
+    assert set(table) == ELEVEN
+    assert all(set(row) == {"cifar100", "cub200", "caltech101", "flowers102"} for row in table.values())
+    assert table["confit"]["caltech101"] == Reported(88.73, 0.34, 0.67, 0.27)
+    assert reported("table2")["hierarchical"]["flowers102"] == Reported(83.39, 0.43)
