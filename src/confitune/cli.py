@@ -264,6 +264,89 @@ def methods_command(
         Console().print(method_page(reports[0]) if name else methods_table(reports))
 
 
+@app.command(name="reproduce")
+def reproduce_command(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            help="datasets, table1, table2, curves, storage, shift, transductive, deeper, search, theory, controls, "
+            "all, or a YAML file that names them"
+        ),
+    ],
+    datasets: Annotated[
+        list[str] | None, Option(help="repeatable, or with commas; default: flowers102; any that `run` takes")
+    ] = None,
+    methods: Annotated[list[str] | None, Option(help="only these, of those that are compared")] = None,
+    seeds: Annotated[int | None, Option(min=1, help="runs of each method; default: the paper's 5")] = None,
+    pipeline: Annotated[
+        str | None, Option(help="published (default: what the paper's numbers come from) or clean")
+    ] = None,
+    quick: Annotated[bool, Option("--quick", help="one epoch and one seed: see that everything works")] = False,
+    model: Annotated[str | None, Option(help="default: the paper's ResNet18")] = None,
+    weights: Annotated[str | None, Option(help="a .safetensors or .pth file, or 'none'")] = None,
+    data_dir: Annotated[Path | None, Option(help="folder that holds the datasets")] = None,
+    cache_dir: Annotated[Path | None, Option(help="folder for decoded images")] = None,
+    tasks: Annotated[int | None, Option(help="only the first so many tasks")] = None,
+    device: Annotated[str | None, Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
+    precision: Annotated[str | None, Option(help="auto (bf16 on GPUs), fp32 or bf16")] = None,
+    parallel_seeds: Annotated[int, Option(min=1, help="so many seeds of a method at once, to fill a large GPU")] = 1,
+    out: Annotated[Path, Option(help="everything goes below this folder")] = Path("confitune-reproduction"),
+) -> None:
+    """Make tables and figures of the paper again, and put its numbers beside what is measured.
+
+    Runs that are done are not done again, whichever table needed them first; a broken-off reproduction goes on where it
+    stopped when the same command is given again. Everything is in index.md.
+
+    [bold]Examples[/bold]
+
+      confitune reproduce all --datasets photos --quick
+
+      confitune reproduce table2 --data-dir data --parallel-seeds 5
+
+      confitune reproduce recipes/table1.yaml --data-dir data
+    """
+    given = dict(locals())
+    from confitune.experiments import read_scope, reproduce
+
+    scope, whats = read_scope(given)
+    console = Console()
+    try:
+        outcomes = reproduce(whats, scope, parallel_seeds=parallel_seeds, console=console)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; the same command goes on where it was", style="yellow")
+        raise typer.Exit(130) from None
+    for outcome in outcomes:
+        verdicts = [cell.verdict for cell in outcome.cells]
+        counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("inside", "higher", "lower") if v in verdicts)
+        console.print(
+            f"{outcome.title}: {out / (outcome.what + '.md')}" + (f" ({counts})" if counts else ""), markup=False
+        )
+    console.print(f"Everything: {out / 'index.md'}", markup=False)
+
+
+@app.command(name="report")
+def report_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that `confitune run` wrote, finished or not")],
+    out: Annotated[Path | None, Option(metavar="FILE", help="the page, *.html; default: DIR/report.html")] = None,
+    title: Annotated[str | None, Option(metavar="TEXT", help="heading; default: the folder's name")] = None,
+) -> None:
+    """Write one page with tables, curves, accuracy matrices over time and the provenance of every run, and its twin.
+
+    The page is a single file that loads nothing: open it, send it, print it. Beside it stands a Markdown file with the
+    same numbers.
+
+    [bold]Examples[/bold]
+
+      confitune report confitune-run
+
+      confitune report results/photos --out photos.html --title "Photos, five tasks"
+    """
+    from confitune.experiments import write_report
+
+    page, twin = write_report(folder, out, title)
+    Console().print(f"The report is {page}, as Markdown {twin}", soft_wrap=True, markup=False, highlight=False)
+
+
 def main() -> None:
     """Entry point: errors a user can act on are printed without a traceback."""
     try:
