@@ -1,8 +1,10 @@
-"""Tables and figures of the paper: which runs they need, what is beside the paper's numbers, and what is not done twice."""
+"""Tables and figures of the paper: which runs they need, what stands beside the paper's, what is not done twice."""
 
 import json
+from pathlib import Path
 
 import pytest
+import yaml
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
@@ -51,7 +53,8 @@ def result(method, seed, acc, fgt):
 
 
 def test_cells_stand_beside_the_papers():
-    runs = {"confit": [result("confit", 0, 86.0, 2.0), result("confit", 1, 88.0, 1.0)], "joint": [result("joint", 0, 90.0, None)]}
+    confit = [result("confit", 0, 86.0, 2.0), result("confit", 1, 88.0, 1.0)]
+    runs = {"confit": confit, "joint": [result("joint", 0, 90.0, None)]}
     acc, fgt, joint = cells_of(runs, "flowers102", reported("table1"))
     assert (acc.method, acc.metric, acc.measured, acc.seeds, acc.paper, acc.paper_interval) == (
         *("confit", "ACC", 87.0, 2, 86.99, 0.25),
@@ -86,7 +89,8 @@ def test_table1_has_the_papers_eleven_rows(tmp_path):
 
 def test_experiments_share_runs(tmp_path):
     scope = Scope(tmp_path, ("flowers102",))
-    of = {what: {(p.folder, p.method) for p in parts_of(what, scope)} for what in ("table1", "table2", "shift", "curves")}
+    whats = ("table1", "table2", "shift", "curves")
+    of = {what: {(p.folder, p.method) for p in parts_of(what, scope)} for what in whats}
     assert of["shift"] == of["table2"]
     assert of["curves"] == of["table1"]
     assert {method for _, method in of["table1"] & of["table2"]} == {"finetune", "confit"}
@@ -100,13 +104,12 @@ def test_what_differs_goes_into_folders_of_its_own(tmp_path):
         key = (part.folder, part.method)
         recipe = part.recipe.model_dump(exclude={"methods", "seeds"})
         assert seen.setdefault(key, recipe) == recipe
-    forms = {(p.recipe.means, p.recipe.statistics) for p in parts_of("controls", Scope(tmp_path)) if p.method == "confit"}
+    confit = [part.recipe for part in parts_of("controls", Scope(tmp_path)) if part.method == "confit"]
+    forms = {(recipe.means, recipe.statistics) for recipe in confit}
     assert forms == {("phase", "running"), ("phase", "pass"), ("window", "running"), ("window", "pass")}
     deeper = parts_of("deeper", Scope(tmp_path))
     assert {(p.recipe.model, p.method, p.recipe.epochs) for p in deeper} == {
-        (model, method, 50)
-        for model in ("resnet34.bt_in1k", "resnet50.ram_in1k")
-        for method in ("finetune", "confit")
+        (model, method, 50) for model in ("resnet34.bt_in1k", "resnet50.ram_in1k") for method in ("finetune", "confit")
     }
 
 
@@ -120,7 +123,8 @@ def test_methods_can_be_left_out(tmp_path):
 def test_a_file_names_what_to_do_and_options_win(tmp_path):
     path = tmp_path / "some.yaml"
     path.write_text("what: [table1, curves]\ndatasets: [cifar100, flowers102]\nseeds: 3\nmodel: resnet34\n")
-    given = {"what": [str(path), "theory"], "out": tmp_path, "quick": False, "datasets": ["photos,digits"], "seeds": None}
+    given = {"what": [str(path), "theory"], "out": tmp_path, "quick": False, "seeds": None}
+    given["datasets"] = ["photos,digits"]
     scope, whats = read_scope({**given, "methods": None, "pipeline": None, "parallel_seeds": 2})
     assert whats == ["table1", "curves", "theory"]
     assert (scope.datasets, scope.seeds, scope.methods, scope.pipeline) == (("photos", "digits"), 3, None, "published")
@@ -128,10 +132,6 @@ def test_a_file_names_what_to_do_and_options_win(tmp_path):
 
 
 def test_every_recipe_of_an_experiment_is_sound(tmp_path):
-    from pathlib import Path
-
-    import yaml
-
     named = set()
     for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")):
         if "what" in yaml.safe_load(path.read_text()):
@@ -199,7 +199,8 @@ def test_a_page_shows_everything():
         notes=["n"],
     )
     page = outcome.markdown()
-    places = [page.index(text) for text in ("# X", "| d | m |", "## T\n\n| a |", "![X](p.png)", "| c | 2 | holds |", "Note: n")]
+    texts = ("# X", "| d | m |", "## T\n\n| a |", "![X](p.png)", "| c | 2 | holds |", "Note: n")
+    places = [page.index(text) for text in texts]
     assert places == sorted(places)
 
 
