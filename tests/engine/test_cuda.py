@@ -14,7 +14,7 @@ from torch import nn
 from confitune.engine import Listener, TrainSettings, Turns, evaluate, fit, library_switches, place
 from confitune.engine.feed import batches
 from confitune.errors import ConfituneError
-from confitune.methods import METHODS, Penalty, shared_parameters
+from confitune.methods import METHODS, Penalty, create_method, shared_parameters
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, Images, Preprocess, TaskSequence
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -137,6 +137,20 @@ def test_captured_training_agrees_with_the_cpu(ran, sequence, monkeypatch):
     wanted = tensors(cpu.net)
     for key, found in tensors(run.net).items():
         torch.testing.assert_close(found, wanted[key], rtol=1e-2, atol=1e-3, msg=lambda m, k=key: f"{k}: {m}")
+
+
+WEAK = {"ewc": {"strength": 1.0}, "si": {"strength": 1.0}, "rwalk": {"strength": 1.0}, "mas": {"strength": 1.0}}
+
+
+@pytest.mark.parametrize("name", ["ewc", "si", "rwalk", "mas", "mas-cpr", "mas-afec", "confit+ewc", "ccll"])
+def test_captured_steps_and_passes_of_a_comparison_method_give_the_same_bits(ran, name):
+    """Pulls, paths and importance passes run inside the graphs; each run has penalties of its own."""
+    eager, graph = (ran(method=create_method(name, WEAK), step=step) for step in ("eager", "graph"))
+    assert_same_bits(graph, eager)
+    for found, wanted in zip(graph[0].method.penalties, eager[0].method.penalties, strict=True):
+        for field in getattr(found, "kept", ()):
+            for key, tensor in getattr(wanted, field).items():
+                assert torch.equal(getattr(found, field)[key], tensor), (field, key)
 
 
 def test_tasks_of_one_shape_share_their_captures(ran):
