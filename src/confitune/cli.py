@@ -281,7 +281,7 @@ def reproduce_command(
     pipeline: Annotated[
         str | None, Option(help="published (default: what the paper's numbers come from) or clean")
     ] = None,
-    quick: Annotated[bool, Option("--quick", help="one epoch and one seed: see that everything works")] = False,
+    quick: Annotated[bool, Option("--quick", help="2 tasks, 5 epochs, 1 seed: see that everything works")] = False,
     model: Annotated[str | None, Option(help="default: the paper's ResNet18")] = None,
     weights: Annotated[str | None, Option(help="a .safetensors or .pth file, or 'none'")] = None,
     data_dir: Annotated[Path | None, Option(help="folder that holds the datasets")] = None,

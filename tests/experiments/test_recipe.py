@@ -207,9 +207,11 @@ def test_xconv_options_do_not_change_what_finetune_is():
 
 
 def test_the_recipes_that_come_along_are_valid():
-    assert RECIPES
-    for path in RECIPES:
-        make_recipe(read_recipe(path), str(path))
+    """Those with a `what` are for `confitune reproduce`, and tested there."""
+    of_runs = {path: values for path in RECIPES if "what" not in (values := read_recipe(path))}
+    assert len(of_runs) >= 6
+    for path, values in of_runs.items():
+        make_recipe(values, str(path))
 
 
 def test_the_default_recipe_is_the_default():

@@ -62,7 +62,7 @@ def storage(scope: Scope, parts: Sequence[Part], console: Console, parallel_seed
         ]
         for method in scope.chosen(TABLE1):
             of_it = found.of(method)
-            lines[method] = ([row.tasks for row in of_it], [max(row.kept or 0, 1) for row in of_it])
+            lines[method] = ([row.tasks for row in of_it], [float(row.kept or 0) for row in of_it])
             first, last = of_it[0], of_it[-1]
             rows.append(
                 f"| {method} | {first.kept or 0:,} | {last.kept or 0:,} | {last.peak or 0:,} | {last.heads:,} |"
@@ -72,10 +72,10 @@ def storage(scope: Scope, parts: Sequence[Part], console: Console, parallel_seed
         draw_panels(
             {heading: lines},
             scope.out / picture,
-            title="Numbers kept between tasks, beside the pre-trained network",
+            title=f"{dataset}: numbers kept between tasks",
             x="tasks",
-            y={heading: "numbers (logarithmic)"},
-            logarithmic=True,
+            y={heading: "numbers (logarithmic above 1,000)"},
+            scale="symlog",
         )
         outcome.pictures.append(picture)
         outcome.tables[f"{dataset}: {heading}"] = "\n".join(rows)

@@ -48,8 +48,8 @@ def theory(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds
     }
     levels = [level.distance for level in second.levels]
     tasks = list(range(1, len(third.plain.forgotten) + 1))
-    for name, title, lines, x, y, logarithmic in (
-        ("proposition-1", "Proposition 1: error of a 3 x 3 convolution's mean", sizes, "image size", "error", True),
+    for name, title, lines, x, y, scale in (
+        ("proposition-1", "Proposition 1: error of a 3 x 3 convolution's mean", sizes, "image size", "error", "log"),
         (
             "proposition-2",
             "Proposition 2: the loss and its bound",
@@ -59,7 +59,7 @@ def theory(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds
             },
             "distance of the features from good ones",
             "worst-case loss, square root",
-            False,
+            "linear",
         ),
         (
             "proposition-3",
@@ -70,11 +70,11 @@ def theory(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds
             },
             "tasks learned",
             "worst-case loss added",
-            False,
+            "linear",
         ),
     ):
         picture = f"{name}.png"
-        draw_panels({"": lines}, scope.out / picture, title=title, x=x, y={"": y}, logarithmic=logarithmic)
+        draw_panels({"": lines}, scope.out / picture, title=title, x=x, y={"": y}, scale=scale)  # type: ignore[arg-type]
         outcome.pictures.append(picture)
     outcome.data = {
         "proposition 1": first.model_dump(mode="json"),
