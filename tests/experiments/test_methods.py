@@ -148,10 +148,10 @@ def test_the_table_fits_eighty_columns(reports):
 def test_the_page_of_a_method_shows_its_options_and_how_to_call_it():
     text = printed(method_page(report_method("ewc")))
     table = rows(text)
-    assert table[0] == ["ewc.strength", "1000", "1000", "3000", "30000", "100000", "lambda"]
+    assert table[0] == ["ewc.strength", "300", "1000", "3000", "30000", "100000", "lambda"]
     assert [row[0] for row in table if row[0]] == ["ewc.strength", "ewc.fisher", "ewc.mode"]
     assert "numbers once: 22,353,024, 2 per shared weight" in text
-    assert "confitune run --method ewc --set ewc.strength=1000" in text
+    assert "confitune run --method ewc --set ewc.strength=300" in text
     assert "confitune tune ewc" in text
     text = printed(method_page(report_method("confit")))
     assert "It has no options." in text

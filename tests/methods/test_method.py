@@ -241,4 +241,4 @@ def test_every_penalty_by_its_name():
 def test_the_default_strengths():
     chosen = {name: penalty().options for name, penalty in KNOWN.items()}
     strengths = {name: options.strength for name, options in chosen.items() if name != "cpr"}
-    assert strengths == {"ewc": 1e3, "si": 10.0, "rwalk": 50.0, "mas": 30.0, "afec": 10.0}
+    assert strengths == {"ewc": 300.0, "si": 10.0, "rwalk": 10.0, "mas": 30.0, "afec": 10.0}

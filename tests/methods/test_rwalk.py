@@ -140,4 +140,4 @@ def test_in_the_first_task_nothing_pulls(walk):
 
 def test_the_options_have_the_values_of_the_cpr_code():
     (rwalk,) = create_method("rwalk").penalties
-    assert rwalk.options.model_dump() == {"strength": 50.0, "new_share": 0.9, "damping": 0.01}
+    assert rwalk.options.model_dump() == {"strength": 10.0, "new_share": 0.9, "damping": 0.01}

@@ -17,7 +17,7 @@ from confitune.methods.quadratic import QuadraticPenalty, Tensors
 class EwcOptions(PartOptions):
     """Choices of EWC."""
 
-    strength: float = Field(1e3, ge=0, description="lambda")
+    strength: float = Field(300.0, ge=0, description="lambda")
     fisher: FisherEstimator = Field(
         "batch",
         description="batch: squared mean gradient of 20 images, times 20 (CPR code); exact: expectation over the "

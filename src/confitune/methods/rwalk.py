@@ -19,7 +19,7 @@ from confitune.methods.quadratic import PathPenalty, Tensors, copy_into
 class RwalkOptions(PartOptions):
     """Choices of RWalk."""
 
-    strength: float = Field(50.0, ge=0, description="lambda")
+    strength: float = Field(10.0, ge=0, description="lambda")
     new_share: float = Field(
         0.9, gt=0, le=1, description="of a step's squared gradient in F (CPR code: 0.9; Chaudhry et al.: 0.1)"
     )
