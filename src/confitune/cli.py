@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +32,36 @@ def _root() -> None:
 
 
 Option = typer.Option
+
+
+@contextmanager
+def _stoppable(how_to_go_on: str) -> Iterator[None]:
+    """Say how to go on after Ctrl-C; here, because typer ends the program without a word."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print(f"stopped; {how_to_go_on}", style="yellow")
+        raise typer.Exit(130) from None
+
+
+_WITH_RESUME = "the same command with --resume goes on where it was"
+
+
+def _recipe_values(recipe: Path | None, given: dict[str, Any], set_option: list[str] | None) -> dict[str, Any]:
+    """The file's values with those given on the command line over them."""
+    from confitune.experiments import merge_options, read_recipe
+
+    values: dict[str, Any] = read_recipe(recipe) if recipe else {}
+    values |= {name: value for name, value in given.items() if value is not None}
+    if set_option:
+        values["options"] = merge_options(values.get("options") or {}, set_option)
+    return values
+
+
+def _source(recipe: Path | None) -> str:
+    return str(recipe) if recipe else "the options given"
+
+
 _NOT_IN_RECIPE = ("recipe", "method", "set_option", "parallel_seeds", "checkpoint_seconds", "out", "resume")
 
 
@@ -96,17 +128,14 @@ def run_command(
       confitune run recipes/flowers102.yaml --out runs/flowers --resume
     """
     given = {name: value for name, value in locals().items() if name not in _NOT_IN_RECIPE}
-    from confitune.experiments import draw_pictures, make_recipe, merge_options, read_recipe, run_recipe, summary_table
+    from confitune.experiments import draw_pictures, make_recipe, run_recipe, summary_table
 
-    values: dict[str, Any] = read_recipe(recipe) if recipe else {}
-    values |= {name: value for name, value in given.items() if value is not None}
+    values = _recipe_values(recipe, given, set_option)
     if method:
         values["methods"] = method
-    if set_option:
-        values["options"] = merge_options(values.get("options") or {}, set_option)
-    checked = make_recipe(values, source=str(recipe) if recipe else "the options given")
+    checked = make_recipe(values, _source(recipe))
     console = Console()
-    try:
+    with _stoppable(_WITH_RESUME):
         results = run_recipe(
             checked,
             out,
@@ -115,9 +144,6 @@ def run_command(
             checkpoint_seconds=checkpoint_seconds,
             console=console,
         )
-    except KeyboardInterrupt:  # here, because typer ends the program without a word
-        Console(stderr=True).print("stopped; the same command with --resume goes on where it was", style="yellow")
-        raise typer.Exit(130) from None
     pictures = draw_pictures(out, checked.methods)
     console.print(summary_table(results))
     if pictures:
@@ -210,22 +236,15 @@ def tune_command(
       confitune tune ewc+confit --option ewc.strength --grid 300 --grid 3000 --grid 30000 --no-retrain
     """
     given = {name: value for name, value in locals().items() if name not in _NOT_IN_TUNE_RECIPE}
-    from confitune.experiments import edge_note, merge_options, plan_search, read_recipe, run_search, search_table
+    from confitune.experiments import edge_note, plan_search, run_search, search_table
 
-    values: dict[str, Any] = read_recipe(recipe) if recipe else {}
-    values |= {name: value for name, value in given.items() if value is not None}
-    if set_option:
-        values["options"] = merge_options(values.get("options") or {}, set_option)
-    source = str(recipe) if recipe else "the options given"
-    search = plan_search(method, values, option, grid or (), source)
+    values = _recipe_values(recipe, given, set_option)
+    search = plan_search(method, values, option, grid or (), _source(recipe))
     console = Console()
-    try:
+    with _stoppable(_WITH_RESUME):
         points, retrained = run_search(
             search, out, resume=resume, parallel_seeds=parallel_seeds, retrain=retrain, console=console
         )
-    except KeyboardInterrupt:  # as in `run`
-        Console(stderr=True).print("stopped; the same command with --resume goes on where it was", style="yellow")
-        raise typer.Exit(130) from None
     console.print(search_table(search, points, retrained))
     if note := edge_note(search, points):
         console.print(f"note: {note}", style="yellow", highlight=False, markup=False, soft_wrap=True)
@@ -310,11 +329,8 @@ def reproduce_command(
 
     scope, whats = read_scope(given)
     console = Console()
-    try:
+    with _stoppable("the same command goes on where it was"):
         outcomes = reproduce(whats, scope, parallel_seeds=parallel_seeds, console=console)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("stopped; the same command goes on where it was", style="yellow")
-        raise typer.Exit(130) from None
     for outcome in outcomes:
         verdicts = [cell.verdict for cell in outcome.cells]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("inside", "higher", "lower") if v in verdicts)

@@ -108,7 +108,7 @@ def output_means(net: ContinualNet, task: Task, settings: TrainSettings | None =
         twin.backbone.get_submodule(name).register_forward_hook(adding(name))
     with _full_precision(device):
         for pixels, _ in batches(task.test, size, device):
-            twin(task.preprocess(pixels).contiguous(memory_format=torch.channels_last))
+            twin(task.inputs(pixels))
     if not sums:
         raise ConfituneError(f"no batch norm of {type(net.backbone).__name__} follows a convolution: nothing to watch")
     return {name: (total / counts[name]).cpu() for name, total in sums.items()}

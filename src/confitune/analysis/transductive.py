@@ -95,7 +95,7 @@ def _right_answers(net: ContinualNet, task: Task, settings: TrainSettings, momen
     while True:
         right = []
         for pixels, labels in batches(task.test, settings.eval_batch_size, device):
-            x = task.preprocess(pixels).contiguous(memory_format=torch.channels_last)
+            x = task.inputs(pixels)
             moments.call = 0
             try:
                 with torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16(device)):

@@ -10,6 +10,7 @@ from torch import Tensor
 from confitune.engine.events import Listener
 from confitune.engine.feed import batches
 from confitune.engine.loss import count_right
+from confitune.engine.readings import Moment
 from confitune.engine.settings import TrainSettings
 from confitune.nn import ContinualNet
 from confitune.tasks import Images, Task
@@ -36,16 +37,14 @@ def evaluate_all(
     net: ContinualNet, tasks: Sequence[Task], settings: TrainSettings, listener: Listener | None = None
 ) -> list[float]:
     """Accuracy in percent on each task's test set; the device is read from once, at the end."""
-    right = []
+    listener, right = listener or Listener(), []
     for done, task in enumerate(tasks, 1):
         right.append(right_answers(net, task, settings).double().mean())
-        if listener is not None:
-            listener.task_tested(done, len(tasks))
+        listener.task_tested(done, len(tasks))
     shares = torch.stack(right)
-    if listener is not None and shares.is_cuda:
-        done_with = torch.cuda.Event()
-        done_with.record()
-        listener.waiting(done_with.query)
+    counted = Moment(shares.device)
+    counted.now()
+    listener.waiting(counted.passed)
     return [100.0 * share for share in shares.tolist()]
 
 
@@ -58,7 +57,7 @@ def right_answers(net: ContinualNet, task: Task, settings: TrainSettings, images
     device = next(net.parameters()).device
     right = []
     for pixels, labels in batches(images or task.test, settings.eval_batch_size, device):
-        x = task.preprocess(pixels).contiguous(memory_format=torch.channels_last)
+        x = task.inputs(pixels)  # in float32, whatever the network runs in
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16(device)):
             logits = net(x)
         right.append(count_right(logits, labels, task.groups))

@@ -15,7 +15,7 @@ class EpochReadings:
     def __init__(self, steps: int, device: torch.device) -> None:
         self._steps = steps
         self._on_device = torch.zeros(steps + 1, 2, device=device)
-        self._began, self._ended = _Moment(device), _Moment(device)
+        self._began, self._ended = Moment(device), Moment(device)
         self._began.now()
 
     def put(self, step: int, outcome: Tensor) -> None:
@@ -31,7 +31,7 @@ class EpochReadings:
         if self._on_device.device.type == "cuda":
             self._read = torch.empty(self._on_device.shape, pin_memory=True)
             self._read.copy_(self._on_device, non_blocking=True)
-            self._copied = _Moment(self._on_device.device)
+            self._copied = Moment(self._on_device.device)
             self._copied.now()
         else:
             self._read = self._on_device
@@ -72,7 +72,7 @@ class EpochReadings:
         return self._began.until(self._ended)
 
 
-class _Moment:
+class Moment:
     """A moment in a device's work."""
 
     def __init__(self, device: torch.device) -> None:
@@ -80,19 +80,23 @@ class _Moment:
         self._clock = 0.0
 
     def now(self) -> None:
+        """It is when the device has done what was launched so far."""
         if self._event is not None:
             self._event.record()
         else:
             self._clock = time.perf_counter()
 
     def wait(self) -> None:
+        """Until it has passed."""
         if self._event is not None:
             self._event.synchronize()
 
     def passed(self) -> bool:
+        """Whether it has."""
         return self._event is None or bool(self._event.query())
 
-    def until(self, later: _Moment) -> float:
+    def until(self, later: Moment) -> float:
+        """Seconds between both."""
         if self._event is not None and later._event is not None:
             return float(self._event.elapsed_time(later._event)) / 1000
         return later._clock - self._clock

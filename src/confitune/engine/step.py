@@ -33,7 +33,7 @@ class TrainStep:
     def train(self, pixels: Tensor, labels: Tensor, noise: Tensor | None) -> Tensor:
         """One step of the optimizer; the batch's loss and how many images it got right, as one tensor."""
         net, penalties = self.net, self.penalties
-        x = augment(self._inputs(pixels), self.settings.augmentation, noise)
+        x = augment(self.task.inputs(pixels), self.settings.augmentation, noise)
         with self._autocast():
             logits = net(x.contiguous(memory_format=torch.channels_last))
         loss = classification_loss(logits, labels, self.task.groups)
@@ -53,8 +53,9 @@ class TrainStep:
     @torch.no_grad()
     def measure(self, pixels: Tensor) -> None:
         """Take a batch through the network for its statistics alone, as it is taken in training."""
+        x = self.task.inputs(pixels)
         with self._autocast():
-            self.net(self._inputs(pixels))
+            self.net(x)
 
     def kind(self, trains: frozenset[str], tracking: bool, index: int) -> Hashable:
         """Steps of one kind differ only in what tensors hold: one captured graph serves them all.
@@ -68,9 +69,6 @@ class TrainStep:
         penalties = tuple(penalty.captured_kind(index) for penalty in self.penalties)
         task = (len(self.task.classes), self.task.groups, self.task.preprocess)
         return (trains, tracking, task, penalties, None if stateless else index)
-
-    def _inputs(self, pixels: Tensor) -> Tensor:
-        return self.task.preprocess(pixels).contiguous(memory_format=torch.channels_last)
 
     def _autocast(self) -> torch.autocast:
         # Without its cache of cast weights, which would outlive the step that it was captured in.

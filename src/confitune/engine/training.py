@@ -312,7 +312,7 @@ class TaskFit:
 
         def stored_order(size: int) -> Iterator[tuple[Tensor, Tensor]]:
             for pixels, labels in batches(self.task.train, size, self.device):
-                yield self.task.preprocess(pixels).contiguous(memory_format=torch.channels_last), labels
+                yield self.task.inputs(pixels), labels
 
         def run(net: ContinualNet, kind: Hashable, function: Callable[..., None], *inputs: Tensor) -> None:
             executor = self.executor if net is self.net else self.executor.of(net)

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 
 from confitune.methods.importance import FisherEstimator, Mode, fisher
-from confitune.methods.penalty import PartOptions, TaskContext, shared_parameters
+from confitune.methods.penalty import PartOptions, TaskContext, shared_values
 from confitune.methods.quadratic import QuadraticPenalty, copy_into
 from confitune.nn import ContinualNet
 
@@ -80,7 +80,7 @@ class AFEC(QuadraticPenalty):
     def _converge_to(self, free: ContinualNet, context: TaskContext) -> None:
         with torch.enable_grad():
             fisher(context, self.options.fisher, self.options.mode, self.weight, free)
-        copy_into(self.anchor, {name: p.detach() for name, p in shared_parameters(free).items()})
+        copy_into(self.anchor, shared_values(free))
         self.anchored = True
 
     def state_dict(self) -> dict[str, Any]:

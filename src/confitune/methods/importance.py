@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy, log_softmax
 
 from confitune.errors import ConfituneError
-from confitune.methods.penalty import TaskContext, shared_parameters
+from confitune.methods.penalty import TaskContext, shared_parameters, shared_values
 from confitune.methods.quadratic import Tensors
 from confitune.nn import ContinualNet
 
@@ -112,7 +112,7 @@ def _per_sample(
     into: Tensors,
 ) -> None:
     with _measured(net, "eval"), torch.no_grad():
-        parameters = {name: p.detach() for name, p in shared_parameters(net).items()}
+        parameters = shared_values(net)
         gradients_of = vmap(
             grad(lambda weights, x, y: loss(_logits(net, weights, x[None]), y[None])), in_dims=(None, 0, 0)
         )
@@ -125,7 +125,7 @@ def _per_sample(
 
 def _exact(context: TaskContext, net: ContinualNet, into: Tensors) -> None:
     with _measured(net, "eval"), torch.no_grad():
-        parameters = {name: p.detach() for name, p in shared_parameters(net).items()}
+        parameters = shared_values(net)
         score = vmap(
             grad(lambda weights, x, c: log_softmax(_logits(net, weights, x[None]).float(), 1)[0].gather(0, c[None])[0]),
             in_dims=(None, 0, None),

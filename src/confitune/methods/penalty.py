@@ -108,3 +108,8 @@ def shared_parameters(net: ContinualNet) -> dict[str, nn.Parameter]:
     """What penalties act on: the parameters that tasks share. Heads never; batch norms only where they are shared."""
     own = set(map(id, net.norm_parameters())) if net.norm in ("xconv", "task") else set()
     return {name: parameter for name, parameter in net.backbone.named_parameters() if id(parameter) not in own}
+
+
+def shared_values(net: ContinualNet) -> dict[str, Tensor]:
+    """The same as plain tensors, not copied."""
+    return {name: parameter.detach() for name, parameter in shared_parameters(net).items()}

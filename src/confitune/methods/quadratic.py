@@ -6,9 +6,9 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from confitune.methods.penalty import Penalty, TaskContext, shared_parameters
+from confitune.methods.penalty import Penalty, TaskContext, shared_parameters, shared_values
 from confitune.nn import ContinualNet
 
 Tensors = dict[str, Tensor]  # by the name of the parameter
@@ -54,17 +54,17 @@ class QuadraticPenalty(Penalty):
         """slope * weight * (theta - anchor)."""
         if not self.anchored:
             return
-        trained = {name: p for name, p in shared_parameters(net).items() if p.grad is not None}
+        trained = _trained(net)
         if not trained:
             return
         pull = torch._foreach_sub([p.detach() for p in trained.values()], _of(self.anchor, trained))
         torch._foreach_mul_(pull, _of(self.weight, trained))
-        torch._foreach_add_([p.grad for p in trained.values() if p.grad is not None], pull, alpha=self.slope)
+        torch._foreach_add_(_gradients(trained), pull, alpha=self.slope)
 
     @torch.no_grad()
     def anchor_here(self, context: TaskContext) -> None:
         """From now on stay close to the current weights."""
-        copy_into(self.anchor, {name: p.detach() for name, p in shared_parameters(context.net).items()})
+        copy_into(self.anchor, shared_values(context.net))
         self.anchored = True
 
     def captured_kind(self, index: int) -> Hashable:
@@ -89,6 +89,15 @@ def copy_into(targets: Tensors, sources: Mapping[str, Tensor]) -> None:
     torch._foreach_copy_(list(targets.values()), _of(sources, targets))
 
 
+def _trained(net: ContinualNet) -> dict[str, nn.Parameter]:
+    """Shared parameters that have a gradient; what is frozen has none."""
+    return {name: p for name, p in shared_parameters(net).items() if p.grad is not None}
+
+
+def _gradients(trained: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in trained.values() if p.grad is not None]
+
+
 def _of(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
     return [tensors[name] for name in names]
 
@@ -105,20 +114,19 @@ class PathPenalty(QuadraticPenalty):
 
     def begin_task(self, context: TaskContext) -> None:
         """The path starts here."""
-        copy_into(self.previous, {name: p.detach() for name, p in shared_parameters(context.net).items()})
+        copy_into(self.previous, shared_values(context.net))
 
     @torch.no_grad()
     def read_gradients(self, net: ContinualNet) -> None:
         """Keep the gradient; what is frozen has none."""
-        trained = {name: p.grad for name, p in shared_parameters(net).items() if p.grad is not None}
-        if not trained:
-            return
-        torch._foreach_copy_(_of(self.gradient, trained), list(trained.values()))
+        trained = _trained(net)
+        if trained:
+            torch._foreach_copy_(_of(self.gradient, trained), _gradients(trained))
 
     @torch.no_grad()
     def after_step(self, net: ContinualNet) -> None:
         """Take in how far each weight went."""
-        trained = {name: p for name, p in shared_parameters(net).items() if p.grad is not None}
+        trained = _trained(net)
         if not trained:
             return
         now = [p.detach() for p in trained.values()]

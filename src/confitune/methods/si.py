@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from confitune.methods.penalty import PartOptions, TaskContext, shared_parameters
+from confitune.methods.penalty import PartOptions, TaskContext, shared_parameters, shared_values
 from confitune.methods.quadratic import PathPenalty, Tensors, copy_into
 
 
@@ -48,7 +48,7 @@ class SI(PathPenalty):
     @torch.no_grad()
     def begin_task(self, context: TaskContext) -> None:
         super().begin_task(context)
-        copy_into(self.start, {name: p.detach() for name, p in shared_parameters(context.net).items()})
+        copy_into(self.start, shared_values(context.net))
         torch._foreach_zero_(list(self.path.values()))
 
     def take_in(self, names: list[str], moved: Iterable[Tensor], gradients: list[Tensor]) -> None:

@@ -81,7 +81,6 @@ class InputMeans(nn.Module):
         self.restore(state["size"], state["batches"])
         torch._foreach_copy_(self._tables, list(state["tables"]))
         if state["pending"]:
-            self.resize(state["size"])
             self._plane.copy_(state["plane"])
             self._pending = state["pending"]
 

@@ -91,6 +91,10 @@ class Task:
     preprocess: Preprocess
     groups: tuple[tuple[int, int], ...] = ()
 
+    def inputs(self, pixels: Tensor) -> Tensor:
+        """What the network takes of stored pixels, channels last."""
+        return self.preprocess(pixels).contiguous(memory_format=torch.channels_last)
+
     def __post_init__(self) -> None:
         if not self.name:
             raise DataError("a task needs a name")

@@ -85,14 +85,15 @@ class Claim(BaseModel):
 
 
 def shown(value: float | None, interval: float | None = None) -> str:
-    """A number with its interval, as tables show it.
+    """A number with its interval, if it has one (a single run's is NaN), as tables show it.
 
     >>> shown(86.0412, 0.594), shown(2.0), shown(None)
     ('86.04 ± 0.59', '2.00', '-')
     """
     if value is None:
         return "-"
-    return f"{value:.2f}" + ("" if interval is None else f" ± {interval:.2f}")
+    known = interval is not None and not math.isnan(interval)
+    return f"{value:.2f}" + (f" ± {interval:.2f}" if known else "")
 
 
 def table_markdown(cells: Sequence[Cell]) -> str:

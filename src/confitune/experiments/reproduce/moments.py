@@ -106,7 +106,7 @@ def transductive(scope: Scope, parts: Sequence[Part], console: Console, parallel
                 (m, v): mean_and_interval([r.of(m, v).acc for r in results])  # type: ignore[arg-type]
                 for m, v in cases
             }
-            shown_cells = [shown(c.mean, None if c.n == 1 else c.half_width) for c in measured.values()]
+            shown_cells = [shown(cell.mean, cell.half_width) for cell in measured.values()]
             rows.append(f"| {part.method} | " + " | ".join(shown_cells) + " |")
             acc = {case: cell.mean for case, cell in measured.items()}
             outcome.data[f"{dataset}/{part.method}"] = {f"{m} mean, {v} variance": acc[m, v] for m, v in cases}

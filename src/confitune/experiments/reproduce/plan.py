@@ -14,9 +14,8 @@ from confitune.experiments.paper import reported
 from confitune.experiments.recipe import Recipe, make_recipe, read_recipe
 from confitune.tasks import dataset_info
 
-PAPER_DATASETS = ("cifar100", "cub200", "caltech101", "flowers102")
 TABLE1 = tuple(reported("table1"))
-ABLATION = ("finetune", "hierarchical", "finetune-xconv", "confit")
+ABLATION = tuple(reported("table2"))
 CONTROLS = ("bn-only", "task-bn", "joint")
 DEEPER = ("resnet34.bt_in1k", "resnet50.ram_in1k")  # the paper's ResNet34 and ResNet50 in today's timm
 QUICK: Mapping[str, Any] = {"epochs": 5, "seeds": 1, "tasks": 2}  # the fewest epochs with all three stages
@@ -46,12 +45,12 @@ class Scope:
 
     def recipe(self, dataset: str, methods: Sequence[str], **values: Any) -> Recipe:
         """One experiment as the paper does it: its network, phase means, running statistics."""
-        pipelines = dataset_info(dataset).pipelines
+        info = dataset_info(dataset)
         paper = {
             "dataset": dataset,
             "methods": list(methods),
-            "model": "resnet18.tv_in1k" if dataset in PAPER_DATASETS else "tf_efficientnet_lite0",
-            "pipeline": self.pipeline if self.pipeline in pipelines else "clean",
+            "model": "resnet18.tv_in1k" if info.from_paper else "tf_efficientnet_lite0",
+            "pipeline": self.pipeline if self.pipeline in info.pipelines else "clean",
             "means": "phase",
             "statistics": "running",
             "seeds": self.seeds or 5,

@@ -49,10 +49,10 @@ def _run_missing(parts: Sequence[Part], parallel_seeds: int, console: Console) -
     """Do what is not done; what could not be trained, and why."""
     unique = list({(part.folder, part.recipe.dataset, part.method): part for part in parts}.values())
     failures = []
-    for number, part in enumerate(unique):
+    for part in unique:
         if all(result.exists() for _, _, result in part.runs()):
             continue
-        console.print(_what_is_left(unique, number, parallel_seeds), style="bold", highlight=False, markup=False)
+        console.print(_what_is_left(unique, part), style="bold", highlight=False, markup=False)
         watch = watch_moments if part.method in ABLATION else None
         try:
             run_recipe(
@@ -64,9 +64,8 @@ def _run_missing(parts: Sequence[Part], parallel_seeds: int, console: Console) -
     return failures
 
 
-def _what_is_left(parts: Sequence[Part], number: int, parallel_seeds: int) -> str:
+def _what_is_left(parts: Sequence[Part], part: Part) -> str:
     """Which part comes, how many runs are left, and how long that will take, judged by the runs that are done."""
-    part = parts[number]
     left = [(p, path) for p in parts for _, _, path in p.runs() if not path.exists()]
     seconds: dict[str, list[float]] = {}
     for p in parts:

@@ -12,7 +12,7 @@ from rich.console import Console
 from confitune.experiments.paper import reported, reported_datasets, searched
 from confitune.experiments.reproduce.compare import Claim, cells_of, shown
 from confitune.experiments.reproduce.outcome import Outcome
-from confitune.experiments.reproduce.plan import QUICK, Part, Scope, by_dataset, results_of
+from confitune.experiments.reproduce.plan import Part, Scope, by_dataset, results_of
 from confitune.experiments.search import plan_search, value_text
 from confitune.experiments.tune import run_search
 from confitune.metrics import mean_and_interval
@@ -124,13 +124,12 @@ def controls(scope: Scope, parts: Sequence[Part], console: Console, parallel_see
             acc = mean_and_interval([r.acc for r in results])
             fgt = [r.fgt for r in results if r.fgt is not None]
             lost = mean_and_interval(fgt) if fgt else None
-            interval = _known(acc.half_width)
             rows.append(
                 (
                     acc.mean,
                     name,
-                    shown(acc.mean, interval),
-                    shown(lost.mean, _known(lost.half_width)) if lost else "-",
+                    shown(acc.mean, acc.half_width),
+                    shown(lost.mean, lost.half_width) if lost else "-",
                     len(results),
                 )
             )
@@ -146,10 +145,6 @@ def controls(scope: Scope, parts: Sequence[Part], console: Console, parallel_see
     return outcome
 
 
-def _known(value: float) -> float | None:
-    return None if value != value else value
-
-
 def deeper(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
     """Deeper networks: fine-tuning against ConFiT on ResNet34 and ResNet50, 50 epochs."""
     outcome = Outcome(what="deeper", title="Deeper networks")
@@ -163,8 +158,8 @@ def deeper(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds
             acc, fgt = (mean_and_interval([getattr(r, key) for r in results]) for key in ("acc", "fgt"))
             found[part.recipe.model.split(".")[0], part.method] = (acc.mean, fgt.mean)
             lines.append(
-                f"| {part.recipe.model} | {part.method} | {shown(acc.mean, _known(acc.half_width))} "
-                f"| {shown(fgt.mean, _known(fgt.half_width))} | {len(results)} |"
+                f"| {part.recipe.model} | {part.method} | {shown(acc.mean, acc.half_width)} "
+                f"| {shown(fgt.mean, fgt.half_width)} | {len(results)} |"
             )
         outcome.tables[dataset] = "\n".join(lines)
         outcome.data[dataset] = [{"network": n, "method": m, "acc": a, "fgt": f} for (n, m), (a, f) in found.items()]
@@ -195,7 +190,7 @@ def search(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds
                 continue
             values = scope.recipe(dataset, [entry.method]).model_dump(exclude_unset=True)
             grid = [value_text(v) for v in (entry.grid[:2] if scope.quick else entry.grid)]
-            planned = plan_search(entry.method, {**values, **(QUICK if scope.quick else {})}, grid=grid)
+            planned = plan_search(entry.method, values, grid=grid)
             folder = scope.out / "search" / dataset / entry.method
             run_search(planned, folder, resume=True, parallel_seeds=parallel_seeds, retrain=False, console=console)
             found = json.loads((folder / "search.json").read_text())
