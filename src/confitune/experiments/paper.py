@@ -66,9 +66,14 @@ def reported_storage() -> dict[str, int]:
 def chosen_options(dataset: str) -> dict[str, dict[str, Any]]:
     """What the paper chose for a dataset, by part; empty where it has none.
 
-    >>> chosen_options("flowers102")["ewc"]
-    {'strength': 100000.0}
+    Strengths have a meaning only with the estimate of importance they were chosen with. The paper built on the CPR code,
+    whose batch norm is in training mode meanwhile.
+
+    >>> chosen_options("flowers102")["mas"]
+    {'strength': 30, 'mode': 'train'}
     >>> chosen_options("photos")
     {}
     """
-    return {entry.part: {entry.option: entry.chosen[dataset]} for entry in searched() if dataset in entry.chosen}
+    estimated: dict[str, dict[str, Any]] = _data()["estimated_with"]
+    chosen = {entry.part: {entry.option: entry.chosen[dataset]} for entry in searched() if dataset in entry.chosen}
+    return {part: {**values, **estimated.get(part, {})} for part, values in chosen.items()}

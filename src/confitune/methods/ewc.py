@@ -23,7 +23,9 @@ class EwcOptions(PartOptions):
         description="batch: squared mean gradient of 20 images, times 20 (CPR code); exact: expectation over the "
         "prediction (Kirkpatrick et al.); sampled: labels drawn from it; empirical: true labels, per sample",
     )
-    mode: Mode = Field("eval", description="of batch norm while measuring; train: on a copy (CPR code)")
+    mode: Mode = Field(
+        "eval", description="of batch norm while measuring; train: its moments are each batch's (CPR code)"
+    )
 
 
 class EWC(QuadraticPenalty):

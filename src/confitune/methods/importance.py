@@ -1,13 +1,12 @@
 """How much a network's output depends on each shared weight, measured on a task's training data.
 
-Batch norm is in evaluation mode, so no running statistic moves; nothing else of the network changes either.
+Nothing of the network changes: batch norm is in evaluation mode, or its statistics are put back afterwards.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -35,7 +34,7 @@ def fisher(
         estimator: 'batch' squares the gradient of the mean loss of batches of 20, times 20 (the CPR code); the others
             square each sample's own: 'empirical' with its label, 'sampled' with a label drawn from the network's
             prediction, 'exact' in expectation over the prediction.
-        mode: of batch norm; 'train' measures a copy, whose statistics move and are thrown away (the CPR code).
+        mode: of batch norm; 'train' normalises by the moments of each batch (the CPR code).
         into: where it goes; the same tensors each time, so that a captured pass serves every task.
         net: of which, if not the context's.
     """
@@ -86,20 +85,19 @@ def _over_batches(
     into: Tensors,
 ) -> None:
     total = list(into.values())
-    with _measured(net, mode) as measured:
-        found = shared_parameters(measured)
-        parameters = [found[name] for name in into]
+    found = shared_parameters(net)
+    parameters = [found[name] for name in into]
 
-        def add(x: Tensor, labels: Tensor) -> None:
-            gradients = torch.autograd.grad(loss(measured(x), labels), parameters)
-            with torch.no_grad():
-                torch._foreach_add_(total, [of_gradient(g) for g in gradients])
+    def add(x: Tensor, labels: Tensor) -> None:
+        logits = net(x) if mode == "eval" else net.head(net.backbone(x))  # its task may be finished already
+        gradients = torch.autograd.grad(loss(logits, labels), parameters)
+        with torch.no_grad():
+            torch._foreach_add_(total, [of_gradient(g) for g in gradients])
 
+    with _measured(net, mode):
         for x, labels in context.batches(BATCH):
-            if mode == "eval":
-                context.run(net, ("importance", id(into), len(net.head.bias)), add, x, labels)
-            elif len(x) > 1:  # one image alone has no batch moments
-                add(x, labels)  # on a copy that will not be there again
+            if mode == "eval" or len(x) > 1:  # one image alone has no batch moments
+                context.run(net, ("importance", mode, id(into), len(net.head.bias)), add, x, labels)
     torch._foreach_div_(total, context.images)
 
 
@@ -146,16 +144,12 @@ def _logits(net: ContinualNet, weights: Tensors, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _measured(net: ContinualNet, mode: Mode) -> Iterator[ContinualNet]:
-    if mode == "train":
-        twin = copy.deepcopy(net)
-        if twin.tasks[twin.current_task].finished:
-            twin.reopen(twin.current_task)
-        yield twin.train()
-        return
+def _measured(net: ContinualNet, mode: Mode) -> Iterator[None]:
+    """Within, batch norm is in `mode`; afterwards the network is as it was, its statistics included."""
     was_training = net.training
-    net.eval()
+    net.train(mode == "train")
     try:
-        yield net
+        with net.untracked() if mode == "train" else nullcontext():
+            yield
     finally:
         net.train(was_training)

@@ -26,7 +26,9 @@ class MasOptions(PartOptions):
     gradients: Literal["batch", "sample"] = Field(
         "batch", description="batch: of the mean of 20 images, times 20 (CPR code); sample: each image's own (Eq. 3)"
     )
-    mode: Mode = Field("eval", description="of batch norm while measuring; train: on a copy (CPR code)")
+    mode: Mode = Field(
+        "eval", description="of batch norm while measuring; train: its moments are each batch's (CPR code)"
+    )
 
 
 class MAS(QuadraticPenalty):

@@ -73,6 +73,22 @@ class MeasuredSlots(TaskSlots):
         for statistics in self._memory.statistics.values():
             statistics.tracking = on
 
+    @contextmanager
+    def untracked(self) -> Iterator[None]:
+        """Within, training passes leave the input statistics and the batch norms' running moments as they are."""
+        statistics = list(self._memory.statistics.values())
+        tracked, buffers = [s.tracking for s in statistics], list(self.backbone.buffers())
+        before = [buffer.clone() for buffer in buffers]
+        self.track(False)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
+            for s, tracking in zip(statistics, tracked, strict=True):
+                s.tracking = tracking
+
     @property
     def sizes_known(self) -> bool:
         """Whether every input statistic that is tracked has seen its tensor's size."""
