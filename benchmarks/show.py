@@ -62,6 +62,12 @@ PARTS = {
     ),
     "floor": Part("Estimated floor", floor.about_floor, floor.floor_table),
     "growth": Part("Task after task with ConFiT", tables.about_growth, tables.growth_table, figures.growth_figure),
+    "methods": Part(
+        "The comparison methods against fine-tuning in the same run; a task includes its importance pass, AFEC's also "
+        "its free copy's training",
+        tables.about_growth,
+        tables.methods_table,
+    ),
     "whole": Part(
         "A whole sequence with ConFiT, evaluation included",
         tables.about_whole,

@@ -1,4 +1,4 @@
-"""The benchmarks' numbers as Markdown tables: functions of what `step.py`, `tasks.py` and `end_to_end.py` wrote."""
+"""The benchmarks' numbers as Markdown tables: functions of what the programs beside it wrote."""
 
 from __future__ import annotations
 
@@ -238,3 +238,20 @@ def parallel_table(side: Entry, one: float, speed: float | None, how: str) -> st
         table([f"{side['seeds']} seeds", "how", "seconds", "images/s", "speed", "ACC of each"], rows)
         + f"\nSide by side, seed 0 has {same} that it has alone.\n"
     )
+
+
+# Methods
+
+
+def methods_table(numbers: Numbers) -> str:
+    rows = [
+        [
+            entry["method"],
+            count(entry["images_per_second"]),
+            times(entry["step_cost"]),
+            seconds(entry["task_seconds"]),
+            times(entry["task_cost"]),
+        ]
+        for entry in numbers["methods"]
+    ]
+    return table(["method", "images/s", "a step costs", "seconds a task", "a task costs"], rows)

@@ -66,8 +66,8 @@ def reported_storage() -> dict[str, int]:
 def chosen_options(dataset: str) -> dict[str, dict[str, Any]]:
     """What the paper chose for a dataset, by part; empty where it has none.
 
-    Strengths have a meaning only with the estimate of importance they were chosen with. The paper built on the CPR code,
-    whose batch norm is in training mode meanwhile.
+    Strengths have a meaning only with the estimate of importance they were chosen with: the paper built on the CPR
+    code, whose batch norm is in training mode meanwhile.
 
     >>> chosen_options("flowers102")["mas"]
     {'strength': 30, 'mode': 'train'}
