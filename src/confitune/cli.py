@@ -334,10 +334,9 @@ def reproduce_command(
     for outcome in outcomes:
         verdicts = [cell.verdict for cell in outcome.cells]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("inside", "higher", "lower") if v in verdicts)
-        console.print(
-            f"{outcome.title}: {out / (outcome.what + '.md')}" + (f" ({counts})" if counts else ""), markup=False
-        )
-    console.print(f"Everything: {out / 'index.md'}", markup=False)
+        where = f"{outcome.title}: {out / (outcome.what + '.md')}" + (f" ({counts})" if counts else "")
+        console.print(where, soft_wrap=True, markup=False)
+    console.print(f"Everything: {out / 'index.md'}", soft_wrap=True, markup=False)
 
 
 @app.command(name="report")

@@ -179,6 +179,20 @@ def test_tables_and_figures_are_made_and_runs_not_repeated(tiny, monkeypatch):
     assert "[Ablation (table 2)](table2.md)" in (tiny.out / "index.md").read_text()
 
 
+def test_results_of_another_configuration_are_refused(tiny):
+    few = Scope(tiny.out, tiny.datasets, ("finetune",), quick=True, given=tiny.given)
+    reproduce(["table1"], few)
+    other = Scope(tiny.out, tiny.datasets, ("finetune",), quick=True, given={**tiny.given, "lr": 0.5})
+    with pytest.raises(ConfituneError, match=r"lr was 0\.01, now 0\.5"):
+        reproduce(["table1"], other)
+
+
+def test_quick_fills_in_only_what_is_not_asked_for(tmp_path):
+    scope = Scope(tmp_path, ("digits",), quick=True, seeds=3, given={"tasks": 4})
+    recipe = scope.recipe("digits", ["confit"], epochs=50)
+    assert (recipe.seeds, recipe.tasks, recipe.epochs) == (3, 4, 5)
+
+
 def test_what_cannot_be_trained_is_noted_and_the_rest_is_made(tiny):
     scope = Scope(tiny.out, tiny.datasets, ("finetune", "confit"), quick=True, given={**tiny.given, "lr": 1e20})
     (outcome,) = reproduce(["table2"], scope)

@@ -31,7 +31,7 @@ class Scope:
         methods: only these, of those that an experiment compares; None: all.
         seeds: runs of each method; None: the paper's 5 (CCLL: 1).
         pipeline: of the images; datasets that have only a clean one are taken so.
-        quick: two tasks, five epochs and one seed, to see that everything works.
+        quick: two tasks, five epochs and one seed where nothing else is asked for, to see that everything works.
         given: further recipe values, for every run.
     """
 
@@ -55,7 +55,8 @@ class Scope:
             "statistics": "running",
             "seeds": self.seeds or 5,
         }
-        quick = QUICK if self.quick else {}
+        asked = {*self.given, *(["seeds"] if self.seeds else [])}
+        quick = {name: value for name, value in QUICK.items() if name not in asked} if self.quick else {}
         return make_recipe({**paper, **self.given, **values, **quick, "methods": list(methods)})
 
     def chosen(self, methods: Sequence[str]) -> tuple[str, ...]:
@@ -84,7 +85,7 @@ def read_scope(given: Mapping[str, Any]) -> tuple[Scope, list[str]]:
         read = read_recipe(Path(what))
         names = read.pop("what", [])
         whats += [names] if isinstance(names, str) else list(names)
-        values |= read
+        values |= {name: value for name, value in read.items() if not (given.get("quick") and name in QUICK)}
     values |= {name: value for name, value in given.items() if value is not None and name not in _NOT_FOR_RECIPES}
     defaults = Scope(Path(given["out"]))
     scope = Scope(

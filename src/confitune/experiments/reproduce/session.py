@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
-from confitune.engine import RunResult
+from confitune.engine import RunResult, require_same_config
 from confitune.errors import ConfituneError
 from confitune.experiments.local import TrainingError
 from confitune.experiments.reproduce.outcome import Outcome, write_index, write_outcome
@@ -33,7 +34,8 @@ def reproduce(
         raise ConfituneError(f"nothing to reproduce called {', '.join(unknown)}: there are {', '.join(WHATS)} and all")
     wanted = WHATS if "all" in whats else tuple(dict.fromkeys(whats))
     parts = {what: parts_of(what, scope) for what in wanted}
-    failures = _run_missing([part for needed in parts.values() for part in needed], parallel_seeds, console)
+    watched = _places(parts_of("shift", scope)) if set(ABLATION) & set(scope.chosen(ABLATION)) else set()
+    failures = _run_missing([part for needed in parts.values() for part in needed], watched, parallel_seeds, console)
     outcomes = []
     for what in wanted:
         console.print(f"writing {what}", style="bold", highlight=False)
@@ -45,15 +47,26 @@ def reproduce(
     return outcomes
 
 
-def _run_missing(parts: Sequence[Part], parallel_seeds: int, console: Console) -> list[tuple[Part, str]]:
-    """Do what is not done; what could not be trained, and why."""
+def _places(parts: Sequence[Part]) -> set[Path]:
+    return {result for part in parts for _, _, result in part.runs()}
+
+
+def _run_missing(
+    parts: Sequence[Part], watched: set[Path], parallel_seeds: int, console: Console
+) -> list[tuple[Part, str]]:
+    """Do what is not done; what could not be trained, and why.
+
+    Args:
+        watched: results of runs whose moments are measured on the way.
+    """
     unique = list({(part.folder, part.recipe.dataset, part.method): part for part in parts}.values())
     failures = []
     for part in unique:
         if all(result.exists() for _, _, result in part.runs()):
+            _require_same(part)
             continue
         console.print(_what_is_left(unique, part), style="bold", highlight=False, markup=False)
-        watch = watch_moments if part.method in ABLATION else None
+        watch = watch_moments if _places([part]) & watched else None
         try:
             run_recipe(
                 part.recipe, part.folder, resume=True, parallel_seeds=parallel_seeds, watch=watch, console=console
@@ -62,6 +75,16 @@ def _run_missing(parts: Sequence[Part], parallel_seeds: int, console: Console) -
             failures.append((part, f"{part.recipe.dataset}, {part.method}: {error}"))
             console.print(failures[-1][1], style="yellow", highlight=False, markup=False)
     return failures
+
+
+def _require_same(part: Part) -> None:
+    """Refuse results that were made with other options, whatever device made them."""
+    for method, seed, path in part.runs():
+        result = RunResult.load(path)
+        wanted = part.recipe.identity(method, seed, result.weights_sha256)
+        if part.recipe.precision == "auto":
+            wanted["precision"] = result.config["precision"]
+        require_same_config(result.config, wanted, path)
 
 
 def _what_is_left(parts: Sequence[Part], part: Part) -> str:
