@@ -1,0 +1,249 @@
+"""One task of a network as a file for another runtime: ONNX, or torch's own exported program (.pt2).
+
+Both files take `images` [batch, channels, height, width], preprocessed as the backbone wants them, and give `logits`
+[batch, classes] for any batch size. What they hold besides the network says how to use it: the task, its classes, the
+size, mean and std of its images.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from confitune import __version__
+from confitune.deploy.folding import copied_to_cpu, example_images, folded
+from confitune.errors import ConfituneError
+from confitune.files import write_whole
+from confitune.nn import ContinualNet
+from confitune.nn.geometry import Size
+from confitune.tasks import Preprocess
+
+METADATA = "metadata.json"  # the file inside a .pt2 that holds what an ONNX file has in its metadata_props
+_TOLERANCE = 1e-4
+_ONNX_LIMIT = 2**31 - 2**20  # bytes: a protocol buffer ends at 2 GB, and the graph needs a little, too
+_CHATTY = ("torch", "onnxscript", "onnx_ir")
+
+
+def export_onnx(
+    net: ContinualNet,
+    task: str,
+    path: str | Path,
+    *,
+    size: int | Size,
+    classes: Sequence[str] | None = None,
+    preprocess: Preprocess | None = None,
+    opset: int | None = None,
+) -> None:
+    """Write one task of `net`, folded, as a single ONNX file with weights and metadata inside.
+
+    Args:
+        path: ends in .onnx; folders are made.
+        size: of the images, (height, width) or one number for both.
+        classes: names of the classes (default: the task's own).
+        preprocess: how images become network input; its mean, std, resize and crop are written into the metadata.
+        opset: version of ONNX's operators (default: torch's choice).
+    """
+    path = _checked_path(path, ".onnx")
+    onnx = _optional("onnx")
+    _optional("onnxscript")  # torch's exporter is built on it
+    module, example, metadata = _ready(net, task, size, classes, preprocess)
+    held = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    if held > _ONNX_LIMIT:
+        raise ConfituneError(
+            f"the weights of this network take {held / 2**30:.1f} GB and one ONNX file holds at most 2 GB: "
+            "write it with export_torch, which has no such limit"
+        )
+    with _quiet(), _explained("ONNX", net):
+        program = torch.onnx.export(
+            module,
+            (example,),
+            dynamo=True,
+            verbose=False,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            opset_version=opset,
+            external_data=False,
+        )
+        assert program is not None
+        model: Any = program.model_proto
+    got = next(used.version for used in model.opset_import if used.domain == "")
+    if opset is not None and got != opset:
+        raise ConfituneError(f"torch cannot write this network in opset {opset}, but in {got}: leave opset out")
+    for node in model.graph.node:
+        node.ClearField("metadata_props")  # stack traces, with the paths of source files
+    # ONNX keeps text alone: the task's name as it is, lists and numbers as JSON.
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
+    onnx.helper.set_model_props(model, texts)
+    write_whole(path, lambda out: out.write(model.SerializeToString()))
+
+
+def export_torch(
+    net: ContinualNet,
+    task: str,
+    path: str | Path,
+    *,
+    size: int | Size,
+    classes: Sequence[str] | None = None,
+    preprocess: Preprocess | None = None,
+) -> None:
+    """Write one task of `net`, folded, as an exported program that `torch.export.load(path).module()` runs.
+
+    Metadata is the file `metadata.json` in it: `torch.export.load(path, extra_files=files)` with
+    `files = {"metadata.json": ""}` puts its text there.
+
+    Args:
+        path: ends in .pt2; folders are made.
+        size: see `export_onnx`; likewise `classes` and `preprocess`.
+    """
+    path = _checked_path(path, ".pt2")
+    module, example, metadata = _ready(net, task, size, classes, preprocess)
+    with _quiet(), _explained("torch.export", net):
+        program = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # has the paths of source files
+    with _quiet():
+        write_whole(path, lambda out: torch.export.save(program, out, extra_files={METADATA: json.dumps(metadata)}))
+
+
+def check_export(path: str | Path, net: ContinualNet, task: str, images: Tensor) -> float:
+    """The largest absolute difference between the logits of an exported file and those of the network.
+
+    Raises a `ConfituneError` where it is above 1e-4 (times the largest logit, where that is above 1). The network is
+    asked on the CPU in float32, as the file is run.
+
+    Args:
+        path: what `export_onnx` or `export_torch` wrote.
+        images: a batch as the backbone takes them.
+    """
+    path, images = Path(path), images.detach().to("cpu", torch.float32)
+    with torch.no_grad():
+        expected = copied_to_cpu(net)(images, task)
+    found = _logits(path, images)
+    if found.shape != expected.shape:
+        raise ConfituneError(
+            f"{path} gives logits of shape {tuple(found.shape)}, task {task!r} of the network {tuple(expected.shape)}: "
+            "is it the file of another task?"
+        )
+    largest: float = (found - expected).abs().max().item()
+    allowed = _TOLERANCE * max(1.0, expected.abs().max().item())
+    if not largest <= allowed:  # nor NaN
+        raise ConfituneError(
+            f"{path} and task {task!r} of the network differ by up to {largest:.2g} in their logits ({allowed:.2g} is "
+            "rounding): if the network was trained on since, or this is another one, export it again; otherwise try "
+            "another opset, or another version of torch or onnxruntime"
+        )
+    return largest
+
+
+class _Images(nn.Module):
+    """Calls the input `images`: an exported program has the names of forward's arguments."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.network(images)
+        return logits
+
+
+def _ready(
+    net: ContinualNet,
+    task: str,
+    size: int | Size,
+    classes: Sequence[str] | None,
+    preprocess: Preprocess | None,
+) -> tuple[nn.Module, Tensor, dict[str, object]]:
+    """The module to export, an example of its input, and the metadata."""
+    module = folded(net, task)
+    plane = (size, size) if isinstance(size, int) else (size[0], size[1])
+    entry = net.tasks[task]
+    if net.norm == "xconv" and entry.finished and entry.image_size not in (None, plane):
+        raise ConfituneError(
+            f"task {task!r} was trained on images of {entry.image_size}, and its recovered means hold for that size "
+            f"alone: export it with size={entry.image_size}, not {plane}"
+        )
+    names = list(entry.classes if classes is None else classes)
+    if len(names) != len(entry.classes):
+        raise ConfituneError(f"task {task!r} has {len(entry.classes)} classes, and classes= names {len(names)}")
+    example = example_images(module.get_submodule("backbone"), plane)
+    if example is None or example.dim() != 4:
+        name = type(net.backbone).__name__
+        raise ConfituneError(f"{name} does not run on images of {plane}: pass the size it was made for")
+    metadata: dict[str, object] = {"confitune": __version__, "task": task, "classes": names, "size": plane}
+    if preprocess is not None:
+        metadata |= {key: getattr(preprocess, key) for key in ("mean", "std", "resize", "crop")}
+    return _Images(module).eval(), example, metadata
+
+
+def _checked_path(path: str | Path, suffix: str) -> Path:
+    path = Path(path)
+    if path.suffix != suffix:
+        raise ConfituneError(f"{path} would hold a {suffix} file: give it a name that ends in {suffix}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _optional(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfituneError(
+            f"ONNX files need the package {package}, which is not installed: pip install 'confitune[export]'"
+        ) from error
+
+
+def _logits(path: Path, images: Tensor) -> Tensor:
+    """Run an exported file."""
+    if path.suffix not in (".onnx", ".pt2"):
+        raise ConfituneError(f"{path} is neither an .onnx nor a .pt2 file")
+    if not path.is_file():
+        raise ConfituneError(f"no file {path}")
+    runtime = _optional("onnxruntime") if path.suffix == ".onnx" else None
+    try:
+        with torch.no_grad(), _quiet():
+            if runtime is None:
+                logits: Tensor = torch.export.load(path).module()(images)
+                return logits
+            options = runtime.SessionOptions()
+            options.log_severity_level = 3  # errors
+            session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+    except Exception as error:
+        raise ConfituneError(f"{path} does not run on images of shape {tuple(images.shape)}: {error}") from error
+
+
+@contextmanager
+def _explained(what: str, net: ContinualNet) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ConfituneError(f"{what} cannot take {type(net.backbone).__name__}: {first}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what exporters print, warn and log on the way; errors are raised as ever."""
+    loggers = [logging.getLogger(name) for name in _CHATTY]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,264 @@
+"""Exported files give the network's logits in their own runtimes, for any batch size, and say what they are."""
+
+import json
+import logging
+import sys
+import zipfile
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from confitune import __version__
+from confitune.deploy import export
+from confitune.deploy.export import check_export, export_onnx, export_torch
+from confitune.errors import ConfituneError
+from confitune.tasks import Preprocess
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+FORMATS = {".onnx": export_onnx, ".pt2": export_torch}
+PREPROCESS = Preprocess(mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3), resize=72, crop=64)
+
+
+def small() -> nn.Module:
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers)
+
+
+@pytest.fixture
+def net(trained):
+    return trained(small(), size=8)
+
+
+@pytest.mark.parametrize(
+    ("model", "means"),
+    [
+        ("resnet18", "window"),
+        ("tf_efficientnet_lite0", "phase"),
+        ("torchvision:resnet18", "phase"),
+        ("torchvision:mobilenet_v2", "window"),
+    ],
+)
+def test_both_files_give_the_networks_logits_for_one_image_and_for_ten(trained, images, tmp_path, model, means):
+    net, x = trained(model, means=means), images(10)
+    for suffix, write in FORMATS.items():
+        write(net, "pets", tmp_path / f"pets{suffix}", size=64)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pets.onnx", "pets.pt2"]  # weights are inside
+    session = onnxruntime.InferenceSession(tmp_path / "pets.onnx", providers=["CPUExecutionProvider"])
+    program = torch.export.load(tmp_path / "pets.pt2").module()
+    assert net.current_task == "birds"
+    with torch.no_grad():
+        expected = net.eval()(x, "pets")
+        assert (expected - expected.mean(0)).abs().max() > 0.01  # images are told apart
+        for batch in (x, x[:1]):
+            for found in (torch.tensor(session.run(["logits"], {"images": batch.numpy()})[0]), program(batch)):
+                torch.testing.assert_close(found, expected[: len(batch)], atol=1e-4, rtol=0)
+
+
+class PreActivation(nn.Module):
+    """Its first convolution's output goes past the norm that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        return (x + self.conv2(self.bn(x).relu())).relu().mean((2, 3))
+
+
+@pytest.mark.parametrize(("model", "norm"), [(PreActivation, "xconv"), (small, "calibrated")])
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_what_cannot_be_folded_is_exported_with_its_norms(trained, images, tmp_path, model, norm, suffix):
+    net, path = trained(model(), size=8, norm=norm), tmp_path / f"birds{suffix}"
+    FORMATS[suffix](net, "birds", path, size=8)
+    for count in (1, 10):
+        assert check_export(path, net, "birds", images(count, 8)) < 1e-5
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_check_returns_the_largest_difference(net, images, tmp_path, suffix):
+    path, x = tmp_path / f"pets{suffix}", images(4, 8)
+    FORMATS[suffix](net, "pets", path, size=8)
+    with torch.no_grad():
+        exact = net.eval()(x, "pets")
+        net.set_task("birds")
+        net.tasks["pets"].row[-1] += 5e-5  # the bias of the last class, below what is rounding
+        assert check_export(path, net, "pets", x) == pytest.approx(5e-5, rel=0.02)
+        assert (net(x, "pets") - exact).abs().max().item() == pytest.approx(5e-5, rel=0.02)
+
+
+# ---- what a file says about itself -----------------------------------------------------------------------------------
+
+
+def test_an_onnx_file_says_how_to_use_it(net, tmp_path):
+    path = tmp_path / "new" / "pets.onnx"
+    export_onnx(net, "pets", str(path), size=(8, 8), preprocess=PREPROCESS)
+    model = onnx.load(path)
+    onnx.checker.check_model(model)
+    facts = {fact.key: fact.value for fact in model.metadata_props}
+    assert (facts.pop("task"), facts.pop("confitune")) == ("pets", __version__)
+    assert {key: json.loads(value) for key, value in facts.items()} == {
+        "classes": ["cat", "dog", "hare"],
+        "size": [8, 8],
+        "mean": [0.5, 0.4, 0.3],
+        "std": [0.2, 0.25, 0.3],
+        "resize": 72,
+        "crop": 64,
+    }
+    shapes = [
+        [dimension.dim_param or dimension.dim_value for dimension in tensor.type.tensor_type.shape.dim]
+        for tensor in (*model.graph.input, *model.graph.output)
+    ]
+    assert shapes == [["batch", 3, 8, 8], ["batch", 3]]
+    assert [tensor.name for tensor in (*model.graph.input, *model.graph.output)] == ["images", "logits"]
+    assert "BatchNormalization" not in {node.op_type for node in model.graph.node}
+
+
+def test_an_exported_program_says_how_to_use_it(net, tmp_path):
+    path, files = tmp_path / "pets.pt2", {"metadata.json": ""}
+    export_torch(net, "pets", path, size=8, classes=["Katze", "Hund", "Häschen"])
+    program = torch.export.load(path, extra_files=files)
+    assert json.loads(files["metadata.json"]) == {
+        "confitune": __version__,
+        "task": "pets",
+        "classes": ["Katze", "Hund", "Häschen"],
+        "size": [8, 8],
+    }
+    assert program.graph_signature.user_inputs == ("images",)
+
+
+def test_no_file_tells_where_it_was_written(net, tmp_path):
+    export_onnx(net, "pets", tmp_path / "pets.onnx", size=8)
+    export_torch(net, "pets", tmp_path / "pets.pt2", size=8)
+    archive = zipfile.ZipFile(tmp_path / "pets.pt2")
+    for content in ((tmp_path / "pets.onnx").read_bytes(), *map(archive.read, archive.namelist())):
+        assert b"site-packages" not in content
+        assert b"export.py" not in content
+
+
+def test_the_operators_version_can_be_chosen(net, tmp_path):
+    path = tmp_path / "pets.onnx"
+    export_onnx(net, "pets", path, size=8, opset=19)
+    assert onnx.load(path).opset_import[0].version == 19
+    with pytest.raises(ConfituneError, match="cannot write this network in opset 999, but in"):
+        export_onnx(net, "pets", path, size=8, opset=999)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_exporting_is_quiet_and_leaves_the_network(net, images, tmp_path, suffix, capfd, recwarn, caplog):
+    level, before = logging.getLogger("torch").level, [tensor.clone() for tensor in net.parameters()]
+    FORMATS[suffix](net, "pets", tmp_path / f"pets{suffix}", size=8)
+    check_export(tmp_path / f"pets{suffix}", net, "pets", images(2, 8))
+    assert capfd.readouterr() == ("", "")
+    assert not recwarn.list
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert logging.getLogger("torch").level == level
+    assert (net.current_task, net.training) == ("birds", True)
+    assert all(map(torch.equal, net.parameters(), before))
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_file_that_no_longer_fits_is_found_out(net, images, tmp_path, suffix):
+    path, x = tmp_path / f"pets{suffix}", images(4, 8)
+    FORMATS[suffix](net, "pets", path, size=8)
+    with pytest.raises(ConfituneError, match=r"gives logits of shape \(4, 3\), task 'birds' .*\(4, 4\)"):
+        check_export(path, net, "birds", x)
+    with torch.no_grad():
+        net.backbone[0].weight.mul_(1.1)
+    with pytest.raises(ConfituneError, match=r"differ by up to .* export it again"):
+        check_export(path, net, "pets", x)
+    with pytest.raises(ConfituneError, match="differ by up to nan"):
+        check_export(path, net, "pets", x * float("nan"))
+
+
+def test_large_logits_may_differ_more(net, images, tmp_path, monkeypatch):
+    path, x = tmp_path / "pets.pt2", images(4, 8)
+    export_torch(net, "pets", path, size=8)
+    with torch.no_grad():
+        largest = net.eval()(x, "pets").abs().max().item()
+    for scale, fits in ((0.9, True), (1.1, False)):
+        added = scale * 1e-4 * max(1.0, 1000 * largest)
+        monkeypatch.setattr(export, "_logits", lambda path, x, added=added: 1000 * net(x, "pets").detach() + added)
+        monkeypatch.setattr(export, "copied_to_cpu", lambda net: lambda x, task: 1000 * net(x, task))
+        if fits:
+            assert check_export(path, net, "pets", x) == pytest.approx(added, rel=0.01)
+        else:
+            with pytest.raises(ConfituneError, match="differ by up to"):
+                check_export(path, net, "pets", x)
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript"])
+def test_writing_onnx_says_what_to_install(net, tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfituneError, match=rf"need the package {package}, .*: pip install 'confitune\[export\]'"):
+        export_onnx(net, "pets", tmp_path / "pets.onnx", size=8)
+    export_torch(net, "pets", tmp_path / "pets.pt2", size=8)  # torch alone is enough
+
+
+def test_running_onnx_says_what_to_install(net, images, tmp_path, monkeypatch):
+    export_onnx(net, "pets", tmp_path / "pets.onnx", size=8)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ConfituneError, match=r"need the package onnxruntime, .*: pip install 'confitune\[export\]'"):
+        check_export(tmp_path / "pets.onnx", net, "pets", images(2, 8))
+
+
+def test_weights_that_one_onnx_file_cannot_hold_are_refused_and_the_old_file_stays(net, tmp_path, monkeypatch):
+    path = tmp_path / "pets.onnx"
+    path.write_bytes(b"older")
+    monkeypatch.setattr(export, "_ONNX_LIMIT", 1000)  # the small network has 1004 bytes: 251 numbers
+    with pytest.raises(ConfituneError, match="at most 2 GB: write it with export_torch"):
+        export_onnx(net, "pets", path, size=8)
+    assert path.read_bytes() == b"older"
+    monkeypatch.setattr(export, "_ONNX_LIMIT", 1004)
+    export_onnx(net, "pets", path, size=8)
+    assert [found.name for found in tmp_path.iterdir()] == ["pets.onnx"]
+
+
+class AsksItsInput(nn.Module):
+    """Goes another way where an image is bright: no exporter can write that down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.conv(x))
+        return x.mean((2, 3)) if x.sum().item() > 0 else x.amax((2, 3))
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_network_that_cannot_be_exported_is_named(trained, tmp_path, suffix):
+    net = trained(AsksItsInput(), size=8)
+    with pytest.raises(ConfituneError, match="cannot take AsksItsInput"):
+        FORMATS[suffix](net, "pets", tmp_path / f"pets{suffix}", size=8)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_mistakes_are_explained(net, trained, images, tmp_path, suffix):
+    write, path = FORMATS[suffix], tmp_path / f"pets{suffix}"
+    with pytest.raises(ConfituneError, match=r"trained on images of \(8, 8\).* size=\(8, 8\), not \(16, 16\)"):
+        write(net, "pets", path, size=16)
+    with pytest.raises(ConfituneError, match="no task 'cars'"):
+        write(net, "cars", path, size=8)
+    with pytest.raises(ConfituneError, match="has 3 classes, and classes= names 2"):
+        write(net, "pets", path, size=8, classes=["cat", "dog"])
+    with pytest.raises(ConfituneError, match=f"ends in {suffix}"):
+        write(net, "pets", tmp_path / "pets.pth", size=8)
+    with pytest.raises(ConfituneError, match=r"does not run on images of \(2, 2\)"):
+        write(trained(AsksItsInput(), size=8, norm="task"), "pets", path, size=2)
+    with pytest.raises(ConfituneError, match="no file"):
+        check_export(path, net, "pets", images(2, 8))
+    path.write_bytes(b"no model")
+    with pytest.raises(ConfituneError, match=rf"pets{suffix} does not run"):
+        check_export(path, net, "pets", images(2, 8))
+    with pytest.raises(ConfituneError, match=r"neither an \.onnx nor a \.pt2 file"):
+        check_export(tmp_path / "pets.pth", net, "pets", images(2, 8))
