@@ -18,5 +18,16 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             out.flush()
             os.fsync(out.fileno())
         os.replace(partial, path)
+        _sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Without it a power cut could undo the rename; Windows neither needs nor allows it."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,1 +1,33 @@
 """A net becomes a bundle, a predictor, a file for another runtime, a server."""
+
+from confitune.deploy.bundle import Bundle
+from confitune.deploy.checking import Checks, check_tasks
+from confitune.deploy.export import check_export, export_onnx, export_torch
+from confitune.deploy.export_bundle import export_bundle
+from confitune.deploy.folding import folded
+from confitune.deploy.format import BundleError, TaskRecord
+from confitune.deploy.learn import Change, LearnReport, LearnSettings, learn
+from confitune.deploy.predictor import Prediction, Predictor, TaskInfo
+from confitune.deploy.sources import image_files, predict_files
+
+__all__ = [
+    "Bundle",
+    "BundleError",
+    "Change",
+    "Checks",
+    "LearnReport",
+    "LearnSettings",
+    "Prediction",
+    "Predictor",
+    "TaskInfo",
+    "TaskRecord",
+    "check_export",
+    "check_tasks",
+    "export_bundle",
+    "export_onnx",
+    "export_torch",
+    "folded",
+    "image_files",
+    "learn",
+    "predict_files",
+]

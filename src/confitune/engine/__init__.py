@@ -4,11 +4,11 @@ from confitune.engine.capture import Executor, library_switches
 from confitune.engine.checkpoint import CHECKPOINT, Checkpoint, require_same_config
 from confitune.engine.evaluation import evaluate
 from confitune.engine.events import EpochEnd, Listener
-from confitune.engine.feed import place
+from confitune.engine.feed import batches, place
 from confitune.engine.logs import CsvLog, TensorBoardLog
 from confitune.engine.parallel import Turns
-from confitune.engine.progress import LiveProgress, progress_board
-from confitune.engine.result import RunResult
+from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
+from confitune.engine.result import RunResult, versions
 from confitune.engine.run import SequenceRun, network_sha256
 from confitune.engine.settings import TrainOptions, TrainSettings
 from confitune.engine.training import DivergedError, TaskFit, fit, steps_of
@@ -29,6 +29,8 @@ __all__ = [
     "TrainOptions",
     "TrainSettings",
     "Turns",
+    "batches",
+    "decoding_bar",
     "evaluate",
     "fit",
     "library_switches",
@@ -37,4 +39,5 @@ __all__ = [
     "progress_board",
     "require_same_config",
     "steps_of",
+    "versions",
 ]

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from confitune.engine.events import EpochEnd, Listener
@@ -28,6 +37,21 @@ def progress_board(console: Console) -> Progress:
         console=console,
         transient=True,
     )
+
+
+@contextmanager
+def decoding_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Within, a bar of images decoded: called as bar(what, done, total)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        lines: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in lines:
+                lines[what] = bar.add_task(what, total=total)
+            bar.update(lines[what], completed=done)
+
+        yield show
 
 
 class LiveProgress(Listener):

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from confitune.engine import CHECKPOINT, Checkpoint, RunResult, place, require_same_config
+from confitune.engine import CHECKPOINT, Checkpoint, RunResult, decoding_bar, place, require_same_config
 from confitune.errors import ConfituneError
 from confitune.experiments.local import RESULT, LocalRuns, Run, Watch, run_folder
 from confitune.experiments.recipe import Recipe
@@ -79,15 +78,7 @@ def load_backbone(recipe: Recipe) -> Backbone:
 
 def load_sequence(recipe: Recipe, backbone: Backbone, console: Console) -> TaskSequence:
     """The recipe's tasks, with a progress bar while images are decoded."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        lines: dict[str, int] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in lines:
-                lines[what] = bar.add_task(what, total=total)
-            bar.update(lines[what], completed=done)  # type: ignore[arg-type]
-
+    with decoding_bar(console) as bar:
         sequence = load_tasks(
             recipe.dataset,
             mean=backbone.mean,
@@ -98,7 +89,7 @@ def load_sequence(recipe: Recipe, backbone: Backbone, console: Console) -> TaskS
             order_seed=recipe.order_seed,
             tasks=recipe.tasks,
             classes_per_task=recipe.classes_per_task,
-            progress=show,
+            progress=bar,
         )
     return sequence.validating(recipe.held_out, recipe.order_seed) if recipe.held_out is not None else sequence
 

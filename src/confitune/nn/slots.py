@@ -120,6 +120,34 @@ class TaskSlots(nn.Module):
         self._mixed.forget(name)
         self.set_task(name)
 
+    def drop_task(self, name: str) -> None:
+        """Forget a task; the others stay as they are."""
+        self._memory.entry(name)
+        if name == self._current:
+            self._current = None
+            self._recovered_at = None
+        del self._memory.tasks[name]
+        self._mixed.forget(name)
+
+    def shared_state_dict(self) -> dict[str, Tensor]:
+        """What all tasks share: the backbone without its batch norms' state."""
+        own = tuple(f"{name}." for name in self._memory.norms)
+        state = self.backbone.state_dict()
+        return {key: tensor.detach() for key, tensor in state.items() if not key.startswith(own)}
+
+    def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `shared_state_dict` gave."""
+        wanted = self.shared_state_dict()
+        wrong = [key for key in wanted if key not in state or state[key].shape != wanted[key].shape]
+        if wrong or len(state) != len(wanted):
+            extra = sorted(set(state) - set(wanted))
+            raise ConfituneError(
+                f"the shared weights are those of another network: {len(wrong)} tensors are missing or of another "
+                f"shape, {len(extra)} are unknown ({', '.join([*wrong, *extra][:3])})"
+            )
+        self.backbone.load_state_dict(dict(state), strict=False)
+        self._forget_recovered()
+
     def get_extra_state(self) -> dict[str, Any]:
         """Tasks, rows and live statistics, so that `state_dict` holds all there is."""
         return {"kind": list(self.kind), **memory_to_state(self._memory, self._current, self._image_size)}

@@ -2,10 +2,12 @@
 
 from confitune.tasks.catalog import DATASETS, DatasetInfo, dataset_info
 from confitune.tasks.errors import DataError, DataMissingError, StoreError, UnreadableImageError
-from confitune.tasks.load import load_tasks
+from confitune.tasks.load import load_folder_task, load_tasks
+from confitune.tasks.lock import exclusive
+from confitune.tasks.pipelines import Pipeline
 from confitune.tasks.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from confitune.tasks.progress import Progress
-from confitune.tasks.rgb import open_rgb
+from confitune.tasks.rgb import is_image_name, open_rgb
 from confitune.tasks.sequence import TaskSequence
 from confitune.tasks.task import Images, Task
 
@@ -17,6 +19,7 @@ __all__ = [
     "DataMissingError",
     "DatasetInfo",
     "Images",
+    "Pipeline",
     "Preprocess",
     "Progress",
     "StoreError",
@@ -24,6 +27,9 @@ __all__ = [
     "TaskSequence",
     "UnreadableImageError",
     "dataset_info",
+    "exclusive",
+    "is_image_name",
+    "load_folder_task",
     "load_tasks",
     "open_rgb",
 ]

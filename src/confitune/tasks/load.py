@@ -14,7 +14,7 @@ from torch import Tensor
 from confitune.tasks.catalog import DATASETS, FOLDER_PREFIX, DatasetInfo, dataset_info
 from confitune.tasks.datasets import ImageSet, read_dataset
 from confitune.tasks.errors import DataError
-from confitune.tasks.pipelines import Pipeline
+from confitune.tasks.pipelines import CROP, Pipeline
 from confitune.tasks.preprocess import Preprocess
 from confitune.tasks.progress import Progress
 from confitune.tasks.sequence import TaskSequence
@@ -82,6 +82,35 @@ def load_tasks(
     width = len(str(len(groups)))
     made = [_task(f"task{i + 1:0{width}}", images, group, pixels, ready) for i, group in enumerate(groups[:tasks])]
     return TaskSequence(name, pipeline, tuple(made), tuple(images.classes[i] for i in unused))
+
+
+def load_folder_task(
+    folder: Path,
+    name: str,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    size: int = CROP,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> Task:
+    """A folder of labelled images as one task, with all its classes in sorted order.
+
+    Args:
+        folder: one folder of images for each class, or train/ and test/ with such folders; see `datasets/folder.py`.
+        name: of the task.
+        mean: of the backbone's own preprocessing.
+        std: likewise.
+        size: of the network's input, in pixels; images are cut to 224 square ones first.
+        cache_dir: as in `load_tasks`.
+        progress: called as progress(what, done, total) while images are decoded.
+    """
+    info = dataset_info(f"{FOLDER_PREFIX}{folder}")
+    images = read_dataset(info.name, folder.expanduser(), download=False)
+    cache = (cache_dir or _home("CACHE", "store")).expanduser()
+    pixels = open_store(_store_name(info, folder), images.folder, images.files, Pipeline(), cache, progress)
+    ready = Preprocess(tuple(mean), tuple(std), None if size == CROP else size)
+    return _task(name, images, range(len(images.classes)), pixels, ready)
 
 
 def default_classes_per_task(n_classes: int) -> int:

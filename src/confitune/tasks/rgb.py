@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from confitune.tasks.errors import DataError, UnreadableImageError
 
+MOST_PIXELS = 178_956_970  # as Pillow, which only warns from half of it on: a photograph of 13,377 pixels square
 IMAGE_ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
 
@@ -21,14 +23,25 @@ def is_image_name(name: str) -> bool:
     return not name.startswith(".") and Path(name).suffix.lower() in IMAGE_ENDINGS
 
 
-def open_rgb(path: Path) -> Image.Image:
-    """Decode an image file; an unreadable one raises `UnreadableImageError` with its name."""
+def open_rgb(source: Path | IO[bytes], *, name: str | None = None, most_pixels: int = MOST_PIXELS) -> Image.Image:
+    """Decode an image; an unreadable one raises `UnreadableImageError` with its name.
+
+    Args:
+        source: a file's path, or its bytes as an open file.
+        name: how to call it in errors; default: its path.
+        most_pixels: a larger one is refused before it is decoded: a file of a few kilobytes can hold gigabytes.
+    """
+    name = name or (str(source) if isinstance(source, Path) else "given")
     try:
-        with Image.open(path) as image:
+        with Image.open(source) as image:
+            if image.width * image.height > most_pixels:
+                raise DataError(
+                    f"it has {image.width} x {image.height} pixels, more than {most_pixels / 1e6:,.0f} million"
+                )
             image.load()
             return to_rgb(image)
     except Exception as error:  # Pillow's decoders raise almost anything on broken input
-        raise UnreadableImageError(f"cannot read the image {path}: {error or type(error).__name__}") from error
+        raise UnreadableImageError(f"cannot read the image {name}: {error or type(error).__name__}") from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -1,48 +1,14 @@
-"""The command line: parses, calls, prints."""
+"""Commands that train: run, tune, reproduce, and the report of what they wrote."""
 
 from __future__ import annotations
 
-import json
-import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import track
-from rich.table import Table
 
-from confitune.errors import ConfituneError
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    help="Fine-tune one pre-trained CNN on task after task without forgetting (ConFiT).",
-)
-
-
-@app.callback()
-def _root() -> None:
-    """Fine-tune one pre-trained CNN on task after task without forgetting (ConFiT)."""
-
-
-Option = typer.Option
-
-
-@contextmanager
-def _stoppable(how_to_go_on: str) -> Iterator[None]:
-    """Say how to go on after Ctrl-C; here, because typer ends the program without a word."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        Console(stderr=True).print(f"stopped; {how_to_go_on}", style="yellow")
-        raise typer.Exit(130) from None
-
+from confitune.cli.app import Option, app, stoppable
 
 _WITH_RESUME = "the same command with --resume goes on where it was"
 
@@ -135,7 +101,7 @@ def run_command(
         values["methods"] = method
     checked = make_recipe(values, _source(recipe))
     console = Console()
-    with _stoppable(_WITH_RESUME):
+    with stoppable(_WITH_RESUME):
         results = run_recipe(
             checked,
             out,
@@ -149,42 +115,6 @@ def run_command(
     if pictures:
         where = f"Everything is in {out}; the picture to look at first: {pictures[-1]}"
         console.print(where, soft_wrap=True, markup=False)
-
-
-@app.command(name="models")
-def models_command(
-    pattern: Annotated[
-        str | None, typer.Argument(help="part of a name, or with * and ?; default: well-known ones")
-    ] = None,
-) -> None:
-    """List networks that convert to ConFiT, and how many numbers a task of each takes.
-
-    Every timm and torchvision network with batch norm does; each one shown was converted for this table (without
-    weights). "recovered" counts the batch norms that directly follow a convolution, whose mean is recovered through
-    it; the others keep all their moments per task.
-    """
-    from confitune.experiments import matching_models, report_model
-
-    console = Console()
-    names = matching_models(pattern)
-    if not names:
-        raise ConfituneError(f"no model matches {pattern!r}; try part of a name, e.g. 'resnet'")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what libraries say of their own models is not what was asked for
-        reports = [report_model(n) for n in track(names, "converting", console=console, transient=True)]
-    table = Table(
-        caption="phase, window: numbers a task with these input means, without its head", caption_justify="left"
-    )
-    table.add_column("model", no_wrap=True)
-    for column in ("weights", "BNs", "recovered", "phase", "window"):
-        table.add_column(column, justify="right")
-    for r in reports:
-        if r.problem:
-            table.add_row(r.name, f"[dim]{escape(r.problem)}[/dim]")
-        else:
-            counts = (r.norms, r.recovered, r.phase_numbers, r.window_numbers)
-            table.add_row(r.name, f"{r.parameters / 1e6:.1f}M", *(f"{count:,}" for count in counts))
-    console.print(table)
 
 
 _NOT_IN_TUNE_RECIPE = (*_NOT_IN_RECIPE, "option", "grid", "retrain")
@@ -241,7 +171,7 @@ def tune_command(
     values = _recipe_values(recipe, given, set_option)
     search = plan_search(method, values, option, grid or (), _source(recipe))
     console = Console()
-    with _stoppable(_WITH_RESUME):
+    with stoppable(_WITH_RESUME):
         points, retrained = run_search(
             search, out, resume=resume, parallel_seeds=parallel_seeds, retrain=retrain, console=console
         )
@@ -250,37 +180,6 @@ def tune_command(
         console.print(f"note: {note}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     where = f"Everything is in {out}; to run the winner again: confitune run {out / 'winner.yaml'}"
     console.print(where, soft_wrap=True, markup=False, highlight=False)
-
-
-@app.command(name="methods")
-def methods_command(
-    name: Annotated[
-        str | None, typer.Argument(help="one method, also composed: confit, ewc, mas-cpr, ewc+confit; default: all")
-    ] = None,
-    as_json: Annotated[bool, Option("--json", help="print JSON instead of tables")] = False,
-) -> None:
-    """List the methods, what each stores and what it does besides plain fine-tuning; with a name, its options.
-
-    Numbers are those of a ResNet18, measured from the network that each method trains, without heads: "a task" for
-    every task, "once" however many there are. Penalties (ewc, si, rwalk, mas, cpr, afec) join a base method and one
-    another by '+'; alone they join finetune. mas-cpr and mas-afec are the paper's names of mas+cpr and mas+afec.
-
-    [bold]Examples[/bold]
-
-      confitune methods
-
-      confitune methods ewc
-
-      confitune methods mas+cpr+confit --json
-    """
-    from confitune.experiments import method_page, methods_table, report_method, report_methods
-
-    reports = [report_method(name)] if name else report_methods()
-    if as_json:
-        found = [report.as_json() for report in reports]
-        typer.echo(json.dumps(found[0] if name else found, indent=1))
-    else:
-        Console().print(method_page(reports[0]) if name else methods_table(reports))
 
 
 @app.command(name="reproduce")
@@ -329,7 +228,7 @@ def reproduce_command(
 
     scope, whats = read_scope(given)
     console = Console()
-    with _stoppable("the same command goes on where it was"):
+    with stoppable("the same command goes on where it was"):
         outcomes = reproduce(whats, scope, parallel_seeds=parallel_seeds, console=console)
     for outcome in outcomes:
         verdicts = [cell.verdict for cell in outcome.cells]
@@ -360,13 +259,3 @@ def report_command(
 
     page, twin = write_report(folder, out, title)
     Console().print(f"The report is {page}, as Markdown {twin}", soft_wrap=True, markup=False, highlight=False)
-
-
-def main() -> None:
-    """Entry point: errors a user can act on are printed without a traceback."""
-    try:
-        app()
-    except ConfituneError as error:
-        message = escape(str(error))  # paths may hold brackets
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {message}", highlight=False, soft_wrap=True)
-        sys.exit(2)

@@ -1,0 +1,32 @@
+"""What all commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Fine-tune one pre-trained CNN on task after task without forgetting (ConFiT).",
+)
+Option = typer.Option
+
+
+@app.callback()
+def _root() -> None:
+    """Fine-tune one pre-trained CNN on task after task without forgetting (ConFiT)."""
+
+
+@contextmanager
+def stoppable(how_to_go_on: str) -> Iterator[None]:
+    """Say how to go on after Ctrl-C; here, because typer ends the program without a word."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print(f"stopped; {how_to_go_on}", style="yellow")
+        raise typer.Exit(130) from None

@@ -1,0 +1,298 @@
+"""Commands for one growing model of your own: learn, tasks, predict, serve, export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from confitune.cli.app import Option, app, stoppable
+from confitune.errors import ConfituneError
+
+if TYPE_CHECKING:
+    from confitune.deploy import Bundle, LearnReport, Prediction
+
+BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="a folder that `confitune learn` made")]
+
+
+@app.command(name="learn")
+def learn_command(
+    folder: Annotated[
+        Path, typer.Argument(help="one folder of photos for each class; or train/ and test/ with such folders")
+    ],
+    name: Annotated[str, Option(help="of the task, e.g. birds")],
+    bundle: Annotated[Path, Option(help="the model's folder; made by the first task")],
+    epochs: Annotated[int, Option(min=1, help="how often every photo is seen")] = 10,
+    batch_size: Annotated[int, Option(min=2, help="photos a step")] = 32,
+    lr: Annotated[float, Option(help="learning rate")] = 0.01,
+    seed: Annotated[int, Option(min=0, help="of everything random")] = 0,
+    keep: Annotated[
+        int, Option(min=0, help="held-out photos to keep with the model, to check the task later; 0: none")
+    ] = 64,
+    model: Annotated[
+        str | None, Option(help="for a new bundle: a timm or torchvision name; default: tf_efficientnet_lite0")
+    ] = None,
+    weights: Annotated[str | None, Option(help="for a new bundle: a .safetensors or .pth file")] = None,
+    means: Annotated[
+        str | None, Option(help="for a new bundle: window (exact, default) or phase (the paper's, a third the size)")
+    ] = None,
+    size: Annotated[
+        int | None, Option(min=32, max=224, help="for a new bundle: pixels of the network's input; default 224")
+    ] = None,
+    device: Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    cache_dir: Annotated[Path | None, Option(help="folder for decoded images")] = None,
+) -> None:
+    """Teach one model another task from a folder of photos, and see what the earlier tasks lost or gained.
+
+    The first call makes the model from a pre-trained network; every later one adds a task with ConFiT. A fifth of the
+    photos (or test/) is held out to measure accuracy, and some of them stay with the model: after every task all
+    earlier ones are checked again. If learning is stopped or fails, the model is as it was.
+
+    [bold]Examples[/bold]
+
+      confitune learn photos/birds --name birds --bundle model
+
+      confitune learn photos/trees --name trees --bundle model --epochs 20
+    """
+    from confitune.deploy import LearnSettings, learn
+    from confitune.engine import LiveProgress, decoding_bar
+
+    console = Console()
+    settings = LearnSettings(
+        model=model,
+        weights=weights,
+        means=means,
+        size=size,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        seed=seed,
+        device=device,
+        keep=keep,
+    )
+    progress = LiveProgress(console, name)
+    with stoppable("the bundle is as it was"), decoding_bar(console) as decoding:
+        try:
+            report = learn(folder, name, bundle, settings, cache_dir=cache_dir, listener=progress, progress=decoding)
+        finally:
+            progress.close()
+    _print_learned(console, report, bundle)
+
+
+def _print_learned(console: Console, report: LearnReport, bundle: Path) -> None:
+    table = Table(
+        title=f"{report.task}: {len(report.classes)} classes, {report.accuracy:.1f}% right", title_justify="left"
+    )
+    for column in ("task", "photos", "before", "now", "change"):
+        table.add_column(column, justify="left" if column == "task" else "right")
+    for change in report.changes:
+        before = "-" if change.before is None else f"{change.before:.1f}"
+        moved = "-" if change.before is None else f"{change.after - change.before:+.1f}"
+        table.add_row(change.task, str(change.images), before, f"{change.after:.1f}", moved)
+    table.add_row(report.task, str(report.test_images), "", f"{report.accuracy:.1f}", "new")
+    table.caption = "accuracy in percent on held-out photos"
+    console.print(table)
+    kept = f", held-out photos {report.held_out_bytes / 1e6:.2f} MB" if report.held_out_bytes else ""
+    console.print(
+        f"{bundle} grew by {report.bytes / 1e6:.2f} MB ({report.numbers:,} numbers and the head){kept}; "
+        f"{report.seconds:.0f} s",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
+
+
+@app.command(name="tasks")
+def tasks_command(
+    bundle: BundleFolder,
+    rename: Annotated[tuple[str, str] | None, Option(metavar="OLD NEW", help="give a task another name")] = None,
+    remove: Annotated[str | None, Option(metavar="NAME", help="forget a task and delete its files")] = None,
+    copy: Annotated[
+        tuple[Path, str] | None,
+        Option(metavar="OTHER NAME", help="take a task over from another bundle with the very same backbone"),
+    ] = None,
+    check: Annotated[bool, Option("--check", help="measure every task again on its held-out photos")] = False,
+    device: Annotated[str, Option(help="for --check: auto, cpu, cuda, ...")] = "auto",
+    as_json: Annotated[bool, Option("--json", help="print JSON instead of a table")] = False,
+) -> None:
+    """List the tasks of a bundle and what each takes on disk; rename, remove or copy one.
+
+    [bold]Examples[/bold]
+
+      confitune tasks model
+
+      confitune tasks model --rename birds "birds of Samoa"
+
+      confitune tasks model --check
+    """
+    from confitune.deploy import Bundle, check_tasks
+
+    opened, console = Bundle.open(bundle), Console()
+    if rename or remove or copy:
+        with opened.changing():
+            if rename:
+                opened.rename_task(*rename)
+            if remove:
+                opened.remove_task(remove)
+            if copy:
+                opened.copy_task(Bundle.open(copy[0]), copy[1])
+    checked = check_tasks(opened, device) if check else None
+    if as_json:
+        typer.echo(json.dumps(_tasks_as_json(opened, checked.accuracy if checked else {}), indent=1))
+        return
+    table = Table(caption="accuracy in percent on held-out photos", caption_justify="left")
+    for column in ("task", "classes", "photos", "learned", "accuracy", "KB"):
+        table.add_column(column, justify="left" if column in ("task", "learned") else "right")
+    for name, record in opened.tasks.items():
+        accuracy = (checked.accuracy if checked else opened.accuracy).get(name, record.accuracy)
+        table.add_row(
+            name,
+            str(len(record.classes)),
+            str(record.images),
+            record.learned[:10],
+            "-" if accuracy is None else f"{accuracy:.1f}",
+            f"{opened.bytes_of(name) / 1e3:,.0f}",
+        )
+    console.print(table)
+    if checked and checked.guessed is not None:
+        console.print(
+            f"Without --task, {checked.guessed:.1f}% of these photos are given to the right task (by chance "
+            f"{100 / len(opened.tasks):.1f}%), {checked.unknown:.1f}% to none.",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def _tasks_as_json(bundle: Bundle, checked: dict[str, float]) -> list[dict[str, object]]:
+    return [
+        {
+            "task": name,
+            "classes": list(record.classes),
+            "images": record.images,
+            "learned": record.learned,
+            "accuracy": checked.get(name, bundle.accuracy.get(name, record.accuracy)),
+            "bytes": bundle.bytes_of(name),
+        }
+        for name, record in bundle.tasks.items()
+    ]
+
+
+@app.command(name="predict")
+def predict_command(
+    bundle: BundleFolder,
+    images: Annotated[list[str], typer.Argument(help="image files, folders, or patterns such as 'new/*.jpg'")],
+    task: Annotated[
+        str | None, Option(help="which task's classes; default: guess, one forward pass for each task")
+    ] = None,
+    top: Annotated[int, Option(min=1, help="so many classes for each image")] = 5,
+    device: Annotated[str, Option(help="auto, cpu, cuda, ...")] = "auto",
+    as_json: Annotated[bool, Option("--json", help="one JSON object for each image, a line each")] = False,
+) -> None:
+    """Say what is on photos. Images that cannot be read are named at the end; the exit code is then 1.
+
+    [bold]Examples[/bold]
+
+      confitune predict model new/*.jpg --task birds
+
+      confitune predict model holiday/ --json > answers.jsonl
+    """
+    from confitune.deploy import Predictor, image_files, predict_files
+
+    console, errors = Console(), Console(stderr=True)
+    files = image_files(images)
+    predictor = Predictor.from_bundle(bundle, device=device)
+    if task is not None:
+        predictor.bundle.record(task)
+    failed = 0
+    for file, answer in predict_files(predictor, files, task, top):
+        if isinstance(answer, ConfituneError):
+            failed += 1
+            errors.print(f"{answer}", style="red", markup=False, highlight=False, soft_wrap=True)
+        elif as_json:
+            typer.echo(json.dumps({"image": str(file), **_answer_as_json(answer)}, ensure_ascii=False))
+        else:
+            console.print(f"{file}: {_in_words(answer)}", markup=False, highlight=False, soft_wrap=True)
+    if failed:
+        errors.print(f"{failed} of {len(files)} images could not be read", style="red", highlight=False)
+        raise typer.Exit(1)
+
+
+def _answer_as_json(answer: Prediction) -> dict[str, object]:
+    return {
+        "task": answer.task,
+        "task_confidence": answer.task_confidence,
+        "classes": [{"name": name, "probability": probability} for name, probability in answer.classes],
+    }
+
+
+def _in_words(answer: Prediction) -> str:
+    if answer.task is None:
+        return "unknown: it fits no task"
+    guessed = "" if answer.task_confidence is None else f"{answer.task} ({100 * answer.task_confidence:.0f}%): "
+    return guessed + ", ".join(f"{name} {100 * probability:.1f}%" for name, probability in answer.classes)
+
+
+@app.command(name="serve")
+def serve_command(
+    bundle: BundleFolder,
+    host: Annotated[str, Option(help="0.0.0.0 to be reached from elsewhere; there is no login")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0: any free one")] = 8000,
+    device: Annotated[str, Option(help="auto, cpu, cuda, ...")] = "auto",
+    max_batch: Annotated[int, Option(min=1, help="images of all requests that go through the network together")] = 32,
+    queue: Annotated[int, Option(min=1, help="images that may wait; more are refused with 429")] = 256,
+    max_body_mb: Annotated[int, Option(min=1, help="of one request")] = 32,
+) -> None:
+    """Answer over HTTP, with a page to drop photos on.
+
+    POST /v1/predict (one or many images, task optional), GET /v1/tasks, /healthz, /metrics (Prometheus), /docs.
+    Requests of different tasks go through the network together.
+
+    [bold]Examples[/bold]
+
+      confitune serve model
+
+      curl -F images=@bird.jpg -F task=birds http://127.0.0.1:8000/v1/predict
+    """
+    from confitune.deploy import Predictor
+    from confitune.deploy.server import Limits, require_server_packages, serve
+
+    require_server_packages()
+    body = max_body_mb * 1_000_000
+    limits = Limits(
+        max_batch=max_batch,
+        queue_images=queue,
+        images=min(queue, Limits.images),
+        body_bytes=body,
+        all_bodies_bytes=max(body, Limits.all_bodies_bytes),
+    )
+    serve(Predictor.from_bundle(bundle, device=device), host=host, port=port, limits=limits)
+
+
+@app.command(name="export")
+def export_command(
+    bundle: BundleFolder,
+    task: Annotated[str, Option(help="which task")],
+    to: Annotated[str, Option(help="onnx, or torch-export (.pt2)")] = "onnx",
+    out: Annotated[Path | None, Option(metavar="FILE", help="default: TASK.onnx or TASK.pt2")] = None,
+) -> None:
+    """Write one task as a plain network for another runtime: batch norm folded in, images in, logits out.
+
+    The file is run on ten images and compared with the bundle before it is said to be good.
+
+    [bold]Examples[/bold]
+
+      confitune export model --task birds --to onnx --out birds.onnx
+    """
+    from confitune.deploy import export_bundle
+
+    path, difference = export_bundle(bundle, task, to, out)
+    Console().print(
+        f"{path}: equal to the bundle up to {difference:.1e} on ten images",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )

@@ -1,0 +1,83 @@
+"""Commands that list what there is: models and methods."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+
+from confitune.cli.app import Option, app
+from confitune.errors import ConfituneError
+
+
+@app.command(name="models")
+def models_command(
+    pattern: Annotated[
+        str | None, typer.Argument(help="part of a name, or with * and ?; default: well-known ones")
+    ] = None,
+) -> None:
+    """List networks that convert to ConFiT, and how many numbers a task of each takes.
+
+    Every timm and torchvision network with batch norm does; each one shown was converted for this table (without
+    weights). "recovered" counts the batch norms that directly follow a convolution, whose mean is recovered through
+    it; the others keep all their moments per task.
+    """
+    from confitune.experiments import matching_models, report_model
+
+    console = Console()
+    names = matching_models(pattern)
+    if not names:
+        raise ConfituneError(f"no model matches {pattern!r}; try part of a name, e.g. 'resnet'")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what libraries say of their own models is not what was asked for
+        reports = [report_model(n) for n in track(names, "converting", console=console, transient=True)]
+    table = Table(
+        caption="phase, window: numbers a task with these input means, without its head", caption_justify="left"
+    )
+    table.add_column("model", no_wrap=True)
+    for column in ("weights", "BNs", "recovered", "phase", "window"):
+        table.add_column(column, justify="right")
+    for r in reports:
+        if r.problem:
+            table.add_row(r.name, f"[dim]{escape(r.problem)}[/dim]")
+        else:
+            counts = (r.norms, r.recovered, r.phase_numbers, r.window_numbers)
+            table.add_row(r.name, f"{r.parameters / 1e6:.1f}M", *(f"{count:,}" for count in counts))
+    console.print(table)
+
+
+@app.command(name="methods")
+def methods_command(
+    name: Annotated[
+        str | None, typer.Argument(help="one method, also composed: confit, ewc, mas-cpr, ewc+confit; default: all")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="print JSON instead of tables")] = False,
+) -> None:
+    """List the methods, what each stores and what it does besides plain fine-tuning; with a name, its options.
+
+    Numbers are those of a ResNet18, measured from the network that each method trains, without heads: "a task" for
+    every task, "once" however many there are. Penalties (ewc, si, rwalk, mas, cpr, afec) join a base method and one
+    another by '+'; alone they join finetune. mas-cpr and mas-afec are the paper's names of mas+cpr and mas+afec.
+
+    [bold]Examples[/bold]
+
+      confitune methods
+
+      confitune methods ewc
+
+      confitune methods mas+cpr+confit --json
+    """
+    from confitune.experiments import method_page, methods_table, report_method, report_methods
+
+    reports = [report_method(name)] if name else report_methods()
+    if as_json:
+        found = [report.as_json() for report in reports]
+        typer.echo(json.dumps(found[0] if name else found, indent=1))
+    else:
+        Console().print(method_page(reports[0]) if name else methods_table(reports))

@@ -1,0 +1,170 @@
+"""What the files of a bundle hold.
+
+    bundle.json          the head: network, preprocessing, the backbone's file, how far the index counts
+    index.jsonl          what happened to tasks, one line each; only ever appended to
+    backbones/<sha256>.safetensors
+    tasks/<sha256>.safetensors      batch-norm state, input statistics, head and fit of one task
+    held-out/<sha256>.safetensors   a task's held-out images, as PNG
+
+A change writes new files under new names, appends to the index and then renames a new head into place: that rename is
+the commit. Whatever the head does not name does not count, so a change that breaks off has not happened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from confitune.errors import ConfituneError
+
+FORMAT = 1
+HEAD, INDEX, LOCK = "bundle.json", "index.jsonl", ".lock"
+BACKBONES, TASKS, HELD_OUT = "backbones", "tasks", "held-out"
+NAME_LENGTH = 100
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Name = Annotated[str, Field(min_length=1, max_length=NAME_LENGTH)]
+
+
+class BundleError(ConfituneError):
+    """A bundle, or what was asked of it, cannot be used; the message says what to do."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StoredFile(_Record):
+    """A file that is named by what it holds."""
+
+    sha256: Sha256
+    bytes: int = Field(ge=0)
+
+
+class TaskRecord(_Record):
+    """One task."""
+
+    classes: tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...] = Field(min_length=2)
+    file: StoredFile
+    held_out: StoredFile | None = None
+    held_out_images: int = Field(0, ge=0)
+    accuracy: float | None = Field(None, ge=0, le=100, description="when it was learned, on all its test images")
+    images: int = Field(0, ge=0, description="that it was learned from")
+    epochs: int = Field(0, ge=0)
+    learned: str = Field("", description="when, ISO 8601")
+
+
+class Added(_Record):
+    """A task was learned or copied here."""
+
+    op: Literal["add"] = "add"
+    task: Name
+    record: TaskRecord
+
+
+class Renamed(_Record):
+    """A task has another name."""
+
+    op: Literal["rename"] = "rename"
+    task: Name
+    to: Name
+
+
+class Removed(_Record):
+    """A task is gone."""
+
+    op: Literal["remove"] = "remove"
+    task: Name
+
+
+class Checked(_Record):
+    """Accuracy on held-out images after a task was learned."""
+
+    op: Literal["check"] = "check"
+    after: Name
+    accuracy: dict[Name, float]
+
+
+Event = Added | Renamed | Removed | Checked
+_EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="op")])
+
+
+class Network(_Record):
+    """What the network is, and what its inputs must look like."""
+
+    model: str
+    means: Literal["window", "phase"]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    size: int = Field(ge=1, le=4096)
+    weights: str = Field(description="what it was pre-trained with")
+    weights_sha256: Sha256
+
+
+class Head(_Record):
+    """What counts of a bundle's files."""
+
+    format: Literal[1] = 1
+    network: Network
+    backbone: StoredFile
+    lineage: Sha256 = Field(description="of all backbones up to this one")
+    index_bytes: int = Field(ge=0)
+    index_chain: Sha256 = Field(description="of the index's lines up to there")
+    versions: dict[str, str]
+    written: str
+
+
+def chained(chain: str, lines: Iterable[bytes]) -> str:
+    """The hash of a growing list, without its beginning: each line is hashed along with what the hash was."""
+    for line in lines:
+        chain = hashlib.sha256(chain.encode() + line).hexdigest()
+    return chain
+
+
+EMPTY = hashlib.sha256(b"").hexdigest()
+
+
+def head_to_bytes(head: Head) -> bytes:
+    """The head as JSON, with a checksum of itself."""
+    values = head.model_dump(mode="json")
+    return json.dumps({**values, "checksum": _checksum(values)}, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def head_from_bytes(data: bytes, where: str) -> Head:
+    """The head, or an error that says what is wrong with it."""
+    try:
+        values = json.loads(data)
+        checksum = values.pop("checksum")
+        known = values.get("format")
+        if isinstance(known, int) and known > FORMAT:
+            raise BundleError(f"{where} was written by a newer confitune (format {known}); upgrade confitune")
+        if checksum != _checksum(values):
+            raise BundleError(f"{where} is damaged: its checksum does not fit; restore it from a copy")
+        return Head.model_validate(values)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BundleError(f"{where} is damaged, or no bundle's: {_brief(error)}; restore it from a copy") from error
+
+
+def event_to_line(event: Event) -> bytes:
+    """One line of the index."""
+    return event.model_dump_json(exclude_defaults=False).encode() + b"\n"
+
+
+def event_from_line(line: bytes, where: str) -> Event:
+    """What the line says happened."""
+    try:
+        return _EVENT.validate_json(line)
+    except ValidationError as error:
+        raise BundleError(f"{where} is damaged: {_brief(error)}; restore it from a copy") from error
+
+
+def _checksum(values: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def _brief(error: Exception) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

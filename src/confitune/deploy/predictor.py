@@ -1,0 +1,191 @@
+"""Answers from a bundle: which class, and where nobody says which task, which task."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from confitune.deploy.bundle import Bundle
+from confitune.deploy.fitting import Fit, layers_of, logits_and_distances
+from confitune.deploy.format import BundleError
+from confitune.engine import TrainSettings
+from confitune.nn import ContinualNet
+from confitune.tasks import DataError, Pipeline, Preprocess, UnreadableImageError, open_rgb
+
+MOST_PIXELS = 50_000_000  # of an image to predict: 7,000 pixels square
+READY = 256  # tasks kept in memory
+UNKNOWN_ABOVE = 2.0  # misfit: one in twenty of a task's own test images is above it, see docs/deploy.md
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """What is known of a task."""
+
+    classes: tuple[str, ...]
+    accuracy: float | None  # percent, on its held-out images when it was last checked, or when it was learned
+    images: int  # that it was learned from
+    learned: str  # when, ISO 8601
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The answer for one image."""
+
+    task: str | None  # None: no task fits well enough
+    task_confidence: float | None  # of a guessed task, 0 to 1; None where the task was given
+    classes: tuple[tuple[str, float], ...]  # best first, with probabilities; empty where the task is unknown
+
+
+class Predictor:
+    """A bundle ready to answer. One thread at a time may call `predict`; `decode` may be called by many.
+
+    Args:
+        bundle: opened; what is added to it later is not seen.
+        device: 'auto', 'cpu', 'cuda', ...
+        ready: how many tasks are kept in memory; others are read when they are asked for.
+        unknown_above: an image whose misfit to its best task is larger is of none; infinite: always guess one.
+    """
+
+    def __init__(
+        self, bundle: Bundle, *, device: str = "auto", ready: int = READY, unknown_above: float = UNKNOWN_ABOVE
+    ) -> None:
+        if ready < 1:
+            raise BundleError(f"at least one task must be kept ready, got {ready}")
+        self.bundle, self.name = bundle, bundle.path.name
+        self.ready, self.unknown_above = ready, unknown_above
+        self.device = TrainSettings(device=device).torch_device()
+        self.tasks: Mapping[str, TaskInfo] = MappingProxyType(
+            {
+                name: TaskInfo(
+                    record.classes, bundle.accuracy.get(name, record.accuracy), record.images, record.learned
+                )
+                for name, record in bundle.tasks.items()
+            }
+        )
+        network = bundle.network
+        self.preprocess = Preprocess(network.mean, network.std, None if network.size == 224 else network.size)
+        self._pipeline = Pipeline()
+        self._net = bundle.load_network().to(self.device).to(memory_format=torch.channels_last).eval()
+        self._loaded: OrderedDict[str, Fit | None] = OrderedDict()  # the one used last is the last
+        self._layers = len(layers_of(self._net))
+
+    @classmethod
+    def from_bundle(cls, path: Path | str, *, device: str = "auto", ready: int = READY) -> Predictor:
+        """The predictor of the bundle in a folder."""
+        return cls(Bundle.open(path), device=device, ready=ready)
+
+    def decode(self, source: bytes | Path, name: str = "image") -> Tensor:
+        """An image's pixels [3, 224, 224] as bytes; one that cannot be read raises `UnreadableImageError`."""
+        file: Path | IO[bytes] = source if isinstance(source, Path) else io.BytesIO(source)
+        image = open_rgb(file, name=str(source) if isinstance(source, Path) else name, most_pixels=MOST_PIXELS)
+        try:
+            return torch.from_numpy(self._pipeline(image))
+        except Exception as error:  # e.g. one pixel wide
+            raise UnreadableImageError(f"cannot resize and crop the image {name}: {error}") from error
+
+    @torch.no_grad()
+    def logits(self, pixels: Tensor, tasks: Sequence[str]) -> list[Tensor]:
+        """Logits of image n under `tasks[n]`; images of different tasks go through the network together."""
+        if len(pixels) != len(tasks):
+            raise DataError(f"{len(pixels)} images and {len(tasks)} tasks: give one task for each image")
+        if not tasks:
+            return []
+        wanted = list(dict.fromkeys(tasks))
+        if len(wanted) > self.ready:  # more than are kept: in parts
+            half = len(wanted) // 2
+            parts = [set(wanted[:half]), set(wanted[half:])]
+            found: list[Tensor] = [torch.empty(0)] * len(tasks)
+            for part in parts:
+                mine = [n for n, task in enumerate(tasks) if task in part]
+                for n, logits in zip(mine, self.logits(pixels[mine], [tasks[n] for n in mine]), strict=True):
+                    found[n] = logits
+            return found
+        self._make_ready(wanted)
+        x = self.preprocess(pixels.to(self.device))
+        if len(wanted) == 1:
+            return list(self._net(x, wanted[0]).float().cpu())
+        place = {name: n for n, name in enumerate(self._net.tasks)}
+        index = torch.tensor([place[task] for task in tasks], device=self.device)
+        rows = self._net(x, index).float().cpu()
+        return [row[: len(self.tasks[task].classes)] for row, task in zip(rows, tasks, strict=True)]
+
+    def predict(self, pixels: Tensor, tasks: Sequence[str | None], top: int = 5) -> list[Prediction]:
+        """The answer for each image.
+
+        Args:
+            pixels: from `decode`, stacked.
+            tasks: of each image; None: guess it, see `guess`.
+            top: so many classes, best first.
+        """
+        if len(pixels) != len(tasks):
+            raise DataError(f"{len(pixels)} images and {len(tasks)} tasks: give one task for each image, or None")
+        for task in tasks:
+            if task is not None:
+                self.bundle.record(task)
+        open_ones = [n for n, task in enumerate(tasks) if task is None]
+        guessed = dict(zip(open_ones, self.guess(pixels[open_ones]), strict=True)) if open_ones else {}
+        chosen = [guessed[n][0] if n in guessed else task for n, task in enumerate(tasks)]
+        known = [n for n, task in enumerate(chosen) if task is not None]
+        logits = dict(zip(known, self.logits(pixels[known], [str(chosen[n]) for n in known]), strict=True))
+        answers = []
+        for n, task in enumerate(chosen):
+            confidence = guessed[n][1] if n in guessed else None
+            classes = self._best(logits[n], task, top) if task is not None else ()
+            answers.append(Prediction(task, confidence, classes))
+        return answers
+
+    @torch.no_grad()
+    def guess(self, pixels: Tensor) -> list[tuple[str | None, float]]:
+        """For each image the task that it fits best and how surely, or None where it fits none.
+
+        Takes one forward pass of the images for each task of the bundle. Tasks are weighed by how well the image fits
+        their statistics (see `fitting.py`), and by how sure their heads are of their best class.
+        """
+        if not self.tasks:
+            raise BundleError(f"{self.bundle.path} has no task yet")
+        x = self.preprocess(pixels.to(self.device))
+        scores, misfits = [], []
+        for task in self.tasks:
+            self._make_ready([task])
+            logits, distances = logits_and_distances(self._net, x, task)
+            fit = self._loaded[task]
+            misfit = fit.misfit(distances.cpu()) if fit is not None else torch.zeros(len(x))
+            scores.append(logits.float().log_softmax(1).max(1).values.cpu() - misfit)
+            misfits.append(misfit)
+        share, away = torch.stack(scores, 1).softmax(1), torch.stack(misfits, 1)
+        names = list(self.tasks)
+        return [
+            (names[t] if float(away[n, t]) <= self.unknown_above else None, float(share[n, t]))
+            for n, t in enumerate(share.argmax(1).tolist())
+        ]
+
+    def network_for(self, task: str) -> ContinualNet:
+        """The network, with this task in it and current."""
+        self._make_ready([task])
+        self._net.set_task(task)
+        return self._net
+
+    def _best(self, logits: Tensor, task: str, top: int) -> tuple[tuple[str, float], ...]:
+        classes = self.tasks[task].classes
+        values, places = logits.softmax(0).topk(min(max(top, 1), len(classes)))
+        return tuple((classes[place], float(value)) for value, place in zip(values, places.tolist(), strict=True))
+
+    def _make_ready(self, tasks: Sequence[str]) -> None:
+        """Have these tasks in memory; those that were used longest ago make room."""
+        for task in tasks:
+            if task not in self._loaded:
+                state = self.bundle.task_state(task)
+                self._net.load_task_state_dict(task, state, self.bundle.record(task).classes)
+                self._loaded[task] = Fit.from_state(state, self._layers)
+            self._loaded.move_to_end(task)
+        while len(self._loaded) > self.ready:
+            gone, _ = self._loaded.popitem(last=False)
+            self._net.drop_task(gone)
