@@ -19,7 +19,7 @@ from confitune import cli, metrics
 from confitune.engine import RunResult, SequenceRun
 from confitune.nn import create_backbone, state_sha256
 
-SOURCE = Path(cli.__file__).parents[1]
+SOURCE = Path(cli.__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
