@@ -42,8 +42,9 @@ def assert_same_tensors(found, expected):
         {"momentum": 0.9, "weight_decay": 0.01, "lr": 0.01},
         {"lr_schedule": "cosine"},
         {"lr_schedule": "step", "momentum": 0.9},
+        {"clip_norm": 1.3},
     ],
-    ids=["plain", "momentum", "cosine", "step"],
+    ids=["plain", "momentum", "cosine", "step", "clipped"],
 )
 def test_finetune_is_sgd_on_the_cross_entropy(make_net, sequence, options, batch_recorder):
     settings = TrainSettings(**{"epochs": 3, "batch_size": 8, "lr": 0.05, "device": "cpu", **options})
@@ -66,12 +67,16 @@ def test_finetune_is_sgd_on_the_cross_entropy(make_net, sequence, options, batch
         velocity = [torch.zeros_like(p) for p in parameters]
         steps = len(task.train) // 8
         assert len(recorder.labels) == 3 * steps
-        losses, right = [], []
+        losses, right, norms = [], [], []
         for step, (x, labels) in enumerate(zip(recorder.inputs, recorder.labels, strict=True)):
             logits = model(x)
             loss = cross_entropy(logits, labels)
             gradients = torch.autograd.grad(loss, parameters)
             lr = settings.lr * settings.lr_factor(step // steps)
+            norm = torch.stack([g.norm() for g in gradients]).norm()
+            norms.append(norm.item())
+            if settings.clip_norm:
+                gradients = [g * min(1.0, settings.clip_norm / (norm + 1e-6)) for g in gradients]
             with torch.no_grad():
                 for p, v, g in zip(parameters, velocity, gradients, strict=True):
                     v.mul_(settings.momentum).add_(g + settings.weight_decay * p)
@@ -80,6 +85,8 @@ def test_finetune_is_sgd_on_the_cross_entropy(make_net, sequence, options, batch
             right.append((logits.argmax(1) == labels).double().mean().item())
         assert_same_tensors(net.backbone, backbone)
         assert_same_tensors(net.head, head)
+        if settings.clip_norm:  # some steps are clipped, some are not
+            assert min(norms) < settings.clip_norm < max(norms)
         for epoch in range(3):
             end = events.ends[3 * index + epoch]
             mine = slice(epoch * steps, (epoch + 1) * steps)

@@ -69,6 +69,7 @@ def run_command(
     optimizer: Annotated[str | None, Option(help="sgd, adam or adamw")] = None,
     momentum: Annotated[float | None, Option(help="of SGD")] = None,
     weight_decay: Annotated[float | None, Option()] = None,
+    clip_norm: Annotated[float | None, Option(help="scale gradients down to this norm")] = None,
     lr_schedule: Annotated[str | None, Option(help="constant, cosine or step")] = None,
     augmentation: Annotated[str | None, Option(help="none, flip or flip-shift")] = None,
     set_option: Annotated[

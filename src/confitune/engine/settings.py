@@ -21,6 +21,9 @@ class TrainOptions(BaseModel):
     optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="made anew for each task (paper: sgd)")
     momentum: float = Field(0.0, ge=0, lt=1, description="of SGD (paper: none)")
     weight_decay: float = Field(0.0, ge=0, description="paper: none")
+    clip_norm: float | None = Field(
+        None, gt=0, description="gradients, penalties included, are scaled down to this norm; default: they are not"
+    )
     lr_schedule: Literal["constant", "cosine", "step"] = Field("constant", description="over a task (paper: constant)")
     augmentation: Literal["none", "flip", "flip-shift"] = Field("none", description="of training images (paper: none)")
     device: str = Field("auto", description="'auto', 'cpu', 'cuda', 'cuda:1', ...")

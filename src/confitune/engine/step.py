@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from confitune.engine.augment import augment
 from confitune.engine.loss import classification_loss, count_right
@@ -44,6 +45,9 @@ class TrainStep:
             penalty.read_gradients(net)
         for penalty in penalties:
             penalty.add_gradients(net)
+        if self.settings.clip_norm is not None:
+            moved = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            clip_grad_norm_(moved, self.settings.clip_norm)
         self.optimizer.step()
         for penalty in penalties:
             penalty.after_step(net)
