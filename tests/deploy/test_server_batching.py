@@ -168,9 +168,7 @@ def test_how_long_to_wait_follows_from_how_fast_batches_are(started, fake):
 
 def test_only_the_unreadable_image_fails_and_gives_its_place_back(started, fake):
     batcher = started()
-    good, bad, worse = batcher.submit(
-        [("a", b"\x05"), ("b.jpg", b"bad"), ("c.jpg", b"worse")], ["pets"] * 3, 1
-    )
+    good, bad, worse = batcher.submit([("a", b"\x05"), ("b.jpg", b"bad"), ("c.jpg", b"worse")], ["pets"] * 3, 1)
     assert best([good]) == ["5-0"]
     with pytest.raises(Refusal, match=r"^cannot read the image b\.jpg: no$") as refused:
         bad.result(5)

@@ -42,7 +42,7 @@ def assert_same_tensors(found, expected):
         {"momentum": 0.9, "weight_decay": 0.01, "lr": 0.01},
         {"lr_schedule": "cosine"},
         {"lr_schedule": "step", "momentum": 0.9},
-        {"clip_norm": 1.3},
+        {"clip_norm": 1.0},
     ],
     ids=["plain", "momentum", "cosine", "step", "clipped"],
 )
