@@ -38,6 +38,7 @@ CASES = {
     "momentum": {"method": "confit", "momentum": 0.9, "lr": 0.01},
     "adam": {"method": "confit", "optimizer": "adam", "lr": 0.003},
     "cosine": {"method": "finetune", "lr_schedule": "cosine"},
+    "clipped": {"method": "finetune", "clip_norm": 1.0},
     "augmentation": {"method": "confit", "augmentation": "flip-shift"},
     "dropout": {"method": "confit", "dropout": 0.3},
     "everything random": {"method": "finetune", "dropout": 0.3, "augmentation": "flip-shift", "momentum": 0.9},
@@ -146,6 +147,21 @@ WEAK = {"ewc": {"strength": 1.0}, "si": {"strength": 1.0}, "rwalk": {"strength":
 def test_captured_steps_and_passes_of_a_comparison_method_give_the_same_bits(ran, name):
     """Pulls, paths and importance passes run inside the graphs; each run has penalties of its own."""
     eager, graph = (ran(method=create_method(name, WEAK), step=step) for step in ("eager", "graph"))
+    assert_same_importance(graph, eager)
+
+
+@pytest.mark.parametrize("name", ["ewc", "mas", "mas-afec"])
+def test_passes_with_batch_moments_give_the_same_bits(ran, name):
+    weak = {
+        "ewc": {"strength": 1.0, "mode": "train"},
+        "mas": {"strength": 1.0, "mode": "train"},
+        "afec": {"mode": "train"},
+    }
+    eager, graph = (ran(method=create_method(name, weak), step=step) for step in ("eager", "graph"))
+    assert_same_importance(graph, eager)
+
+
+def assert_same_importance(graph, eager):
     assert_same_bits(graph, eager)
     for found, wanted in zip(graph[0].method.penalties, eager[0].method.penalties, strict=True):
         for field in getattr(found, "kept", ()):
