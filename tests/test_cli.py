@@ -1,5 +1,6 @@
 """The command line, from arguments to exit code, output and files."""
 
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from PIL import Image
 
 from confitune import cli, metrics
 from confitune.engine import RunResult, SequenceRun
+from confitune.files import read_sealed
 from confitune.nn import create_backbone, state_sha256
 
 SOURCE = Path(cli.__file__).parents[2]
@@ -234,9 +236,10 @@ def test_a_damaged_checkpoint_is_named(confitune, ran, no_runs):
     (folder / "result.json").unlink()
     path = folder / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:1000])
+    (folder / "checkpoint.before.pt").unlink(missing_ok=True)
     message = refused(confitune(*arguments, "--resume"))
-    assert message.startswith(f"{path} cannot be read")
-    assert "delete it to start this run anew" in message
+    assert message.startswith(f"{path} is damaged")
+    assert f"delete {folder} to start this run anew" in message
 
 
 def test_ctrl_c_says_how_to_go_on(confitune, tiny, tmp_path, monkeypatch):
@@ -271,7 +274,7 @@ def test_a_killed_process_resumes_to_the_same_result(confitune, weights, tmp_pat
     process.send_signal(signal.SIGKILL)
     output, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, output
-    saved = torch.load(checkpoint, weights_only=True)
+    saved = torch.load(io.BytesIO(read_sealed(checkpoint)), weights_only=True)
     done = 6 * saved["task"] + (saved["fit"]["epoch"] if saved["fit"] else 0)
     assert 1 <= done < 12
     assert not (checkpoint.parent / "result.json").exists()

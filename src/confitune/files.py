@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 from uuid import uuid4
+
+from confitune.errors import ConfituneError
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -31,3 +34,28 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+_SEALED = b"confitune sealed file 1, sha256 "
+
+
+class DamagedFileError(ConfituneError):
+    """A file is not what was written."""
+
+
+def write_sealed(path: Path, data: bytes) -> None:
+    """As `write_whole`, with a checksum in the first line."""
+    seal = _SEALED + hashlib.sha256(data).hexdigest().encode() + b"\n"
+    write_whole(path, lambda out: (out.write(seal), out.write(data)))
+
+
+def read_sealed(path: Path) -> bytes:
+    """What `write_sealed` was given; a single changed bit is noticed."""
+    try:
+        whole = path.read_bytes()
+    except OSError as error:
+        raise DamagedFileError(f"{path} cannot be read: {error}") from error
+    seal, _, data = whole.partition(b"\n")
+    if seal != _SEALED + hashlib.sha256(data).hexdigest().encode():
+        raise DamagedFileError(f"{path} is damaged: its checksum does not fit")
+    return data

@@ -1,5 +1,6 @@
 """Numbers stored: counted by hand for the tiny network, for ResNet18, and in what real runs leave behind."""
 
+import io
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from confitune.analysis import StorageResult, measure_storage, storage_of
 from confitune.engine import CHECKPOINT
+from confitune.files import read_sealed
 from confitune.methods import Penalty, create_method
 from confitune.nn import ContinualNet
 
@@ -112,7 +114,7 @@ def test_resnet18():
 @pytest.mark.parametrize("method", ["finetune", "confit", "task-bn", "ccll", "ewc", "mas-cpr"])
 def test_what_a_run_really_saves(make_run, measured, tmp_path, method):
     make_run(method, folder=tmp_path).run()
-    saved = torch.load(tmp_path / CHECKPOINT, weights_only=True)
+    saved = torch.load(io.BytesIO(read_sealed(tmp_path / CHECKPOINT)), weights_only=True)
     rows = saved["net"]["_extra_state"]["tasks"].values()
     heads = sum(len(entry["classes"]) * 9 for entry in rows)
     in_rows = sum(entry["row"].numel() for entry in rows) - heads

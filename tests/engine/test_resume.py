@@ -1,6 +1,8 @@
 """A run that was killed and resumed equals one that was not, and its logs hold every epoch once."""
 
 import csv
+import dataclasses
+import io
 import itertools
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import torch
 
 from confitune.engine import Checkpoint, CsvLog, Listener, TrainSettings
 from confitune.errors import ConfituneError
+from confitune.files import write_sealed
 
 CASES = {
     "confit phase running": {"method": "confit", "means": "phase", "statistics": "running"},
@@ -182,9 +185,8 @@ def test_a_finished_run_resumes_to_its_result_without_training(runs):
 def test_seconds_go_on_where_they_were(runs, tmp_path):
     with pytest.raises(Killed):
         runs("killed", Killer(2, 3)).run()
-    path = tmp_path / "killed" / "checkpoint.pt"
-    state = torch.load(path, weights_only=True)
-    torch.save({**state, "seconds": 1000.0, "train_seconds": 500.0}, path)
+    saved = Checkpoint.load(tmp_path / "killed", {"what": "test"})
+    dataclasses.replace(saved, seconds=1000.0, train_seconds=500.0).save(tmp_path / "killed")
     run = runs("killed")
     run.resume()
     result = run.run()
@@ -214,16 +216,56 @@ def test_another_configuration_is_refused_and_named(runs, tmp_path):
     assert "seed" not in message
 
 
-@pytest.mark.parametrize("damage", ["cut", "text", "empty", "other"])
-def test_a_damaged_checkpoint_is_named(runs, tmp_path, damage):
+def damaged(whole, how):
+    place = {"first byte": 0, "seal": 50, "in the middle": len(whole) // 2, "last byte": len(whole) - 1}.get(how)
+    if place is not None:
+        return whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+    return {"cut": whole[: len(whole) // 2], "text": b"not a checkpoint", "empty": b""}[how]
+
+
+DAMAGES = ["first byte", "seal", "in the middle", "last byte", "cut", "text", "empty"]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(runs, make_run, tmp_path, how):
+    folder, notes = tmp_path / "killed", []
+
+    class Hears(Listener):
+        def note(self, text):
+            notes.append(text)
+
     with pytest.raises(Killed):
-        runs("killed", Killer(1)).run()
+        runs("killed", Killer(1, 3)).run()
+    path = folder / "checkpoint.pt"
+    path.write_bytes(damaged(path.read_bytes(), how))
+    again = runs("killed", Hears())
+    assert again.resume()
+    assert [note.startswith(f"{path} is damaged") and "checkpoint.before.pt" in note for note in notes] == [True]
+    assert again.run().final_sha256 == make_run(epochs=5).run().final_sha256
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_two_damaged_checkpoints_are_named(runs, tmp_path, how):
+    with pytest.raises(Killed):
+        runs("killed", Killer(1, 3)).run()
+    paths = [tmp_path / "killed" / name for name in ("checkpoint.pt", "checkpoint.before.pt")]
+    for path in paths:
+        path.write_bytes(damaged(path.read_bytes(), how))
+    with pytest.raises(ConfituneError, match="to start this run anew") as caught:
+        runs("killed").resume()
+    assert all(str(path) in str(caught.value) for path in paths)
+
+
+def sealed(path, content):
+    data = io.BytesIO()
+    torch.save(content, data)
+    write_sealed(path, data.getvalue())
+
+
+def test_a_whole_file_that_is_no_checkpoint_is_named(runs, tmp_path):
     path = tmp_path / "killed" / "checkpoint.pt"
-    whole = path.read_bytes()
-    if damage == "other":
-        torch.save({"weights": torch.zeros(3)}, path)
-    else:
-        path.write_bytes({"cut": whole[: len(whole) // 2], "text": b"not a checkpoint", "empty": b""}[damage])
+    path.parent.mkdir()
+    sealed(path, {"weights": torch.zeros(3)})
     with pytest.raises(ConfituneError, match="cannot be read") as caught:
         runs("killed").resume()
     assert str(path) in str(caught.value)
@@ -235,7 +277,7 @@ def test_a_checkpoint_cannot_run_code(runs, tmp_path):
             return Path.touch, (tmp_path / "sprung",)
 
     (tmp_path / "killed").mkdir()
-    torch.save({"config": Trap()}, tmp_path / "killed" / "checkpoint.pt")
+    sealed(tmp_path / "killed" / "checkpoint.pt", {"config": Trap()})
     with pytest.raises(ConfituneError, match="cannot be read"):
         runs("killed").resume()
     assert not (tmp_path / "sprung").exists()
@@ -299,7 +341,8 @@ def test_checkpoints_are_replaced_whole(runs, tmp_path):
             seen.append(sorted(path.name for path in (tmp_path / "whole").iterdir()))
 
     runs("whole", Looks()).run()
-    assert seen == [["accuracy.csv", "epochs.csv"], *[["accuracy.csv", "checkpoint.pt", "epochs.csv"]] * 2]
+    files = ["accuracy.csv", "checkpoint.before.pt", "checkpoint.pt", "epochs.csv"]
+    assert seen == [["accuracy.csv", "epochs.csv"], files, files]
     checkpoint = Checkpoint.load(tmp_path / "whole", {"what": "test"})
     assert (checkpoint.task, checkpoint.fit) == (3, None)
 

@@ -14,6 +14,7 @@ from confitune.engine import Checkpoint, RunResult, SequenceRun
 from confitune.errors import ConfituneError
 from confitune.experiments import make_recipe, run_folder, run_recipe
 from confitune.nn import create_backbone, state_sha256
+from confitune.tasks import exclusive
 
 
 def contents(folder):
@@ -43,7 +44,9 @@ def test_each_run_has_a_folder_of_its_own(finished):
     found = {str(path.parent.relative_to(finished)) for path in finished.rglob("result.json")}
     assert found == {f"digits/{method}/seed-{seed}" for method in ("finetune", "confit") for seed in (0, 1)}
     names = {path.name for path in (finished / "digits/confit/seed-0").iterdir()}
-    assert names == {"result.json", "checkpoint.pt", "epochs.csv", "accuracy.csv", "tensorboard"}
+    assert names - {"checkpoint.before.pt"} == {
+        *("result.json", "checkpoint.pt", "epochs.csv", "accuracy.csv", "tensorboard", ".lock"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -101,7 +104,7 @@ def test_the_same_recipe_gives_the_same_result_and_other_seeds_others(finished, 
 def test_what_is_there_is_refused_and_untouched(finished, values, started, left):
     folder = finished / "digits/confit/seed-0"
     for path in finished.rglob("*"):
-        if path.name in ("result.json", "checkpoint.pt") and path != folder / left:
+        if path.name in ("result.json", "checkpoint.pt", "checkpoint.before.pt") and path != folder / left:
             path.unlink()
     before = contents(finished)
     with pytest.raises(ConfituneError) as caught:
@@ -195,6 +198,7 @@ def test_the_device_may_change(finished, values, started):
 def test_a_damaged_file_is_named(finished, values, started, name):
     folder = finished / "digits/finetune/seed-0"
     (folder / "result.json").unlink()
+    (folder / "checkpoint.before.pt").unlink(missing_ok=True)
     (folder / name).write_bytes(b"damaged")
     with pytest.raises(ConfituneError) as caught:
         run_recipe(make_recipe(values), finished, resume=True)
@@ -356,3 +360,15 @@ def test_an_error_in_one_seed_stops_those_beside_it(values, tmp_path, monkeypatc
     with pytest.raises(Killed):
         run_recipe(make_recipe({**values, "methods": ["finetune"], "seeds": 3}), tmp_path, parallel_seeds=3)
     assert [path.parent.name for path in tmp_path.rglob("result.json")] == []
+
+
+def test_a_folder_that_another_process_works_in_is_refused(values, tmp_path):
+    out = tmp_path / "out"
+    recipe = make_recipe({**values, "methods": ["linear-probe"], "tasks": 1})
+    with (
+        exclusive(out / "digits/linear-probe/seed-0/.lock", lambda: pytest.fail("it is free")),
+        pytest.raises(ConfituneError, match="another process is working in"),
+    ):
+        run_recipe(recipe, out)
+    (result,) = run_recipe(recipe, out)  # a lock file that nobody holds blocks nobody
+    assert result.method == "linear-probe"

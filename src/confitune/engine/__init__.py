@@ -1,7 +1,7 @@
 """The loop: fit a task, evaluate, checkpoint, resume, capture."""
 
 from confitune.engine.capture import Executor, library_switches
-from confitune.engine.checkpoint import CHECKPOINT, Checkpoint, require_same_config
+from confitune.engine.checkpoint import BEFORE, CHECKPOINT, Checkpoint, require_same_config
 from confitune.engine.evaluation import evaluate
 from confitune.engine.events import EpochEnd, Listener
 from confitune.engine.feed import batches, place
@@ -14,6 +14,7 @@ from confitune.engine.settings import TrainOptions, TrainSettings
 from confitune.engine.training import DivergedError, TaskFit, fit, steps_of
 
 __all__ = [
+    "BEFORE",
     "CHECKPOINT",
     "Checkpoint",
     "CsvLog",

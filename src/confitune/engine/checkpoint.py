@@ -1,7 +1,13 @@
-"""Checkpoints of a run: the network, the task at hand, the accuracies so far."""
+"""Checkpoints of a run: the network, the task at hand, the accuracies so far.
+
+The one before stays beside the newest, for the case that the newest is damaged.
+"""
 
 from __future__ import annotations
 
+import io
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +15,9 @@ from typing import Any
 import torch
 
 from confitune.errors import ConfituneError
-from confitune.files import write_whole
+from confitune.files import DamagedFileError, read_sealed, write_sealed
 
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINT, BEFORE = "checkpoint.pt", "checkpoint.before.pt"
 
 
 @dataclass(frozen=True)
@@ -29,29 +35,39 @@ class Checkpoint:
     images: int
 
     def save(self, folder: Path) -> None:
-        """Replace the folder's checkpoint, atomically."""
-        write_whole(folder / CHECKPOINT, lambda out: torch.save(vars(self), out))
+        """Make this the folder's newest checkpoint; at any moment a whole one is there."""
+        data = io.BytesIO()
+        torch.save(vars(self), data)
+        if (folder / CHECKPOINT).exists():
+            os.replace(folder / CHECKPOINT, folder / BEFORE)
+        write_sealed(folder / CHECKPOINT, data.getvalue())
 
     @classmethod
-    def load(cls, folder: Path, config: dict[str, Any]) -> Checkpoint | None:
-        """The folder's checkpoint, or None; refused if it was made with another configuration."""
-        return cls._read(folder / CHECKPOINT, config, mapped=False)
+    def load(
+        cls, folder: Path, config: dict[str, Any], note: Callable[[str], object] = lambda text: None
+    ) -> Checkpoint | None:
+        """The folder's newest checkpoint that is whole, or None; refused if it was made with another configuration.
 
-    @classmethod
-    def check(cls, folder: Path, config: dict[str, Any]) -> None:
-        """Refuse what `load` would refuse, without reading the weights."""
-        cls._read(folder / CHECKPOINT, config, mapped=True)
-
-    @classmethod
-    def _read(cls, path: Path, config: dict[str, Any], mapped: bool) -> Checkpoint | None:
-        if not path.exists():
-            return None
-        try:
-            checkpoint = cls(**torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
-        except Exception as error:
-            raise ConfituneError(f"{path} cannot be read ({error}); delete it to start this run anew") from error
-        require_same_config(checkpoint.config, config, path)
-        return checkpoint
+        Args:
+            note: is told where the newest is damaged and the one before is taken.
+        """
+        there = [folder / name for name in (CHECKPOINT, BEFORE) if (folder / name).exists()]
+        damaged: list[str] = []
+        for path in there:
+            try:
+                checkpoint = cls(**torch.load(io.BytesIO(read_sealed(path)), map_location="cpu", weights_only=True))
+            except DamagedFileError as error:
+                damaged.append(str(error))
+                continue
+            except Exception as error:  # whole, but no checkpoint of this version
+                raise ConfituneError(f"{path} cannot be read ({error}); delete it to start this run anew") from error
+            require_same_config(checkpoint.config, config, path)
+            if damaged:
+                note(f"{damaged[0]}; going on from {path.name} instead")
+            return checkpoint
+        if damaged:
+            raise ConfituneError(f"{'; '.join(damaged)}; delete {folder} to start this run anew")
+        return None
 
 
 def require_same_config(found: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:

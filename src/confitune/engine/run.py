@@ -70,7 +70,7 @@ class SequenceRun:
 
     def resume(self) -> bool:
         """Go on from the folder's checkpoint, if there is one."""
-        checkpoint = Checkpoint.load(self.folder, self.config) if self.folder else None
+        checkpoint = Checkpoint.load(self.folder, self.config, self.listener.note) if self.folder else None
         if checkpoint is None:
             return False
         self.net.to(self.device)

@@ -31,9 +31,9 @@ from confitune.engine import (
 from confitune.errors import ConfituneError
 from confitune.experiments.recipe import Recipe
 from confitune.nn import Backbone, ContinualNet
-from confitune.tasks import TaskSequence
+from confitune.tasks import TaskSequence, exclusive
 
-RESULT = "result.json"
+RESULT, LOCK = "result.json", ".lock"
 
 Run = tuple[str, int]  # method and seed
 # From a network, its tasks, its settings and its folder to listeners that measure something on the way.
@@ -77,6 +77,15 @@ class LocalRuns:
             return turns.run(runs) if len(runs) > 1 else [runs[0]()]
 
     def _one(self, run: Run, board: Progress | None, turn: Listener) -> RunResult:
+        folder = run_folder(self.out, self.recipe.dataset, *run)
+
+        def busy() -> None:
+            raise ConfituneError(f"another process is working in {folder}; wait for it, or choose another --out folder")
+
+        with exclusive(folder / LOCK, busy):
+            return self._alone(run, folder, board, turn)
+
+    def _alone(self, run: Run, folder: Path, board: Progress | None, turn: Listener) -> RunResult:
         recipe, (name, seed) = self.recipe, run
         method = recipe.method(name)
         net = ContinualNet(
@@ -86,8 +95,6 @@ class LocalRuns:
             statistics=recipe.statistics,
             **method.network,
         )
-        folder = run_folder(self.out, recipe.dataset, name, seed)
-        folder.mkdir(parents=True, exist_ok=True)
         label = f"{recipe.dataset} {name}" + (f" seed {seed}" if recipe.seeds > 1 else "")
         progress = LiveProgress(self.console, label, board)
         config = recipe.identity(name, seed, self.backbone.weights_sha256)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from confitune.engine import CHECKPOINT, Checkpoint, RunResult, decoding_bar, place, require_same_config
+from confitune.engine import BEFORE, CHECKPOINT, Checkpoint, RunResult, decoding_bar, place, require_same_config
 from confitune.errors import ConfituneError
 from confitune.experiments.local import RESULT, LocalRuns, Run, Watch, run_folder
 from confitune.experiments.recipe import Recipe
@@ -100,14 +100,14 @@ def _finished(folder: Path, recipe: Recipe, run: Run, backbone: Backbone) -> Run
         result = RunResult.load(folder / RESULT)
         require_same_config(result.config, config, folder / RESULT)
         return result
-    Checkpoint.check(folder, config)  # one of another configuration is refused before any work is done
+    Checkpoint.load(folder, config)  # one of another configuration is refused before any work is done
     return None
 
 
 def refuse_existing(folders: Iterable[Path]) -> None:
     """Refuse to write where a run is, finished or not."""
     for folder in folders:
-        for name, what in ((RESULT, "a finished run"), (CHECKPOINT, "a broken-off run")):
+        for name, what in ((RESULT, "a finished run"), (CHECKPOINT, "a broken-off run"), (BEFORE, "a broken-off run")):
             if (folder / name).exists():
                 raise ConfituneError(
                     f"{folder} holds {what}: add --resume to take it as it is and go on, or choose another --out folder"
