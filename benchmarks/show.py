@@ -1,8 +1,8 @@
-"""What the benchmarks measured, as tables and pictures in docs/speed.md; nothing there is typed in.
+"""What the benchmarks measured, as tables and pictures in docs/; nothing there is typed in.
 
-    python benchmarks/show.py                # from results/benchmarks/*.json to docs/speed.md and docs/speed/*.png
+    python benchmarks/show.py                # from results/benchmarks/*.json to docs/*.md and docs/speed/*.png
 
-The page says what goes where: between `<!-- results/benchmarks/step-*.json stages -->` and `<!-- end -->` comes the
+A page says what goes where: between `<!-- results/benchmarks/step-*.json stages -->` and `<!-- end -->` comes the
 part 'stages' of every file that matches. A picture carries the hash of the file it was drawn from.
 """
 
@@ -25,8 +25,8 @@ from show_tables import Numbers
 from confitune.experiments.plots import PIXELS_PER_INCH
 from confitune.files import write_whole
 
-PAGE = "speed.md"
-PICTURES = "speed"  # the folder beside the page
+PAGES = ("speed.md", "deploy.md")
+PICTURES = "speed"  # the folder beside the pages
 MARKED = re.compile(r"<!-- results/benchmarks/(\S+\.json) (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 NOTHING = "Not measured yet.\n"
 
@@ -68,6 +68,13 @@ PARTS = {
         tables.about_growth,
         tables.methods_table,
     ),
+    "learn": Part(
+        "Accuracy in percent on all test images, and what a task adds to the bundle, head and held-out photos apart",
+        tables.about_learn,
+        tables.learn_table,
+    ),
+    "mixed": Part("A mixed batch against one of a single task", tables.about_mixed, tables.mixed_table),
+    "load": Part("The server at its limit", tables.about_load, tables.load_table),
     "whole": Part(
         "A whole sequence with ConFiT, evaluation included",
         tables.about_whole,
@@ -82,19 +89,20 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("results/benchmarks"))
     parser.add_argument("--docs", type=Path, default=Path("docs"))
     options = parser.parse_args()
-    page = options.docs / PAGE
-    text = page.read_text(encoding="utf-8")
-    for name, (source, figure) in pictures(text, options.results).items():
-        target = options.docs / PICTURES / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        save(figure(json.loads(source.read_text())), target, digest(source))
-        print(f"drawn: {target}")
-    written = rewritten(text, options.results)
-    write_whole(page, lambda out: out.write(written.encode()))
-    shown = {source for pattern, _, _ in MARKED.findall(text) for source in options.results.glob(pattern)}
+    shown: set[Path] = set()
+    for page in (options.docs / name for name in PAGES):
+        text = page.read_text(encoding="utf-8")
+        for name, (source, figure) in pictures(text, options.results).items():
+            target = options.docs / PICTURES / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            save(figure(json.loads(source.read_text())), target, digest(source))
+            print(f"drawn: {target}")
+        written = rewritten(text, options.results)
+        write_whole(page, lambda out, written=written: out.write(written.encode()))  # type: ignore[misc]
+        shown |= {source for pattern, _, _ in MARKED.findall(text) for source in options.results.glob(pattern)}
+        print(f"written: {page}")
     for source in sorted(set(options.results.glob("*.json")) - shown):
-        print(f"no block of {page} shows {source}")
-    print(f"written: {page}")
+        print(f"no page shows {source}")
 
 
 def rewritten(text: str, results: Path) -> str:

@@ -255,3 +255,65 @@ def methods_table(numbers: Numbers) -> str:
         for entry in numbers["methods"]
     ]
     return table(["method", "images/s", "a step costs", "seconds a task", "a task costs"], rows)
+
+
+# Deployment
+
+
+def about_learn(numbers: Numbers) -> str:
+    return f"tf_efficientnet_lite0, {numbers['size']} pixels, {numbers['epochs']} epochs"
+
+
+def learn_table(numbers: Numbers) -> str:
+    head = ["how", "when learned", "at the end", "lost at most", "MB a task", "task guessed (chance)", "unknown"]
+    chance = 100 / numbers["tasks"]
+    rows = [
+        [
+            row["how"],
+            ", ".join(f"{value:.1f}" for value in row["learned"]),
+            ", ".join(f"{value:.1f}" for value in row["end"]),
+            f"{max(row['lost']):.1f}",
+            f"{row['bytes_a_task'] / 1e6:.2f}" if "bytes_a_task" in row else "-",
+            f"{row['guessed']:.1f}% ({chance:.1f}%)" if "guessed" in row else "-",
+            f"{row['unknown']:.1f}%" if "unknown" in row else "-",
+        ]
+        for row in numbers["rows"]
+    ]
+    return table(head, rows)
+
+
+def about_mixed(numbers: Numbers) -> str:
+    return f"{numbers['model']}, {numbers['batch_size']} images of {numbers['pixels']} pixels"
+
+
+def mixed_table(numbers: Numbers) -> str:
+    single, mixed = (statistics.median(numbers[key]) for key in ("single_seconds", "mixed_seconds"))
+    rows = [
+        ["1", f"{1000 * single:.1f}", "1.00×"],
+        [str(numbers["tasks"]), f"{1000 * mixed:.1f}", times(numbers["ratio"])],
+    ]
+    return table(["tasks in the batch", "milliseconds", "against one task"], rows)
+
+
+def about_load(numbers: Numbers) -> str:
+    return (
+        f"{numbers['clients']} clients, up to {numbers['images_a_request']} images a request, of {numbers['tasks']} "
+        f"tasks and of none, {numbers['seconds']:.0f} s, a queue of {numbers['queue']} images"
+    )
+
+
+def load_table(numbers: Numbers) -> str:
+    bad = {status: n for status, n in numbers["statuses"].items() if status.startswith("bad ")}
+    rows = [
+        ["images answered a second", f"{numbers['images_per_second']:,.1f}"],
+        ["the same, one request at a time", f"{numbers['one_at_a_time_images_per_second']:,.1f}"],
+        ["images answered, and checked", f"{numbers['images']:,}"],
+        ["wrong answers", f"{numbers['wrong']:,}"],
+        ["requests refused, 429", f"{numbers['rejected']:,}"],
+        ["half of all answers within, ms", count(numbers["p50_ms"])],
+        ["99 of 100 within, ms", count(numbers["p99_ms"])],
+        ["malformed and hostile requests", ", ".join(f"{n} × {s.removeprefix('bad ')}" for s, n in bad.items())],
+        ["memory at the start, MB", count(numbers["memory_start_mb"])],
+        ["memory at most, MB", count(numbers["memory_most_mb"])],
+    ]
+    return table(["", ""], rows)

@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "benchmarks"
-PAGE = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # they are programs, not a package, and import one another by name
@@ -25,6 +24,7 @@ try:
 finally:
     sys.path.pop(0)
 
+PAGE = "\n".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in show.PAGES)
 BLOCKS = show.MARKED.findall(PAGE)
 DRAWN = show.pictures(PAGE, RESULTS)
 
@@ -168,13 +168,13 @@ def test_links_and_pictures_lead_somewhere(page):
 def test_commands_of_the_page_name_programs_and_options_that_there_are():
     commands = re.findall(r"^python (benchmarks/\w+\.py)(.*)$", PAGE, re.MULTILINE)
     assert {program for program, _ in commands} == {
-        f"benchmarks/{n}.py" for n in ("step", "tasks", "end_to_end", "show")
+        f"benchmarks/{n}.py" for n in ("step", "tasks", "end_to_end", "methods", "learn", "mixed", "serve", "show")
     }
     for program, options in commands:
         source = (ROOT / program).read_text()
         for option in re.findall(r"--[\w-]+", options):
             assert f'"{option}"' in source, f"{program} has no {option}"
-    cli = (ROOT / "src" / "confitune" / "cli.py").read_text()
+    cli = (ROOT / "src" / "confitune" / "cli" / "training.py").read_text()
     headings = re.findall(r"^## `--([\w-]+)`", PAGE, re.MULTILINE)
     assert headings == ["step", "precision", "pixels", "parallel-seeds", "deterministic"]
     assert all(re.search(rf"^    {name.replace('-', '_')}: Annotated", cli, re.MULTILINE) for name in headings)

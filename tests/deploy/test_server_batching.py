@@ -128,6 +128,19 @@ def test_a_full_batch_does_not_wait_and_a_small_one_waits_no_longer_than_it_may(
     assert 0.35 < time.monotonic() - began < 1.5
 
 
+def test_what_has_waited_for_the_last_batch_does_not_wait_again(started, fake):
+    batcher = started(max_wait_ms=500)
+    fake.gate.clear()
+    first = batcher.submit(files(1), ["pets"], 1)
+    until(lambda: fake.batches)
+    second = batcher.submit(files(2), ["pets"], 1)
+    time.sleep(0.6)
+    began = time.monotonic()
+    fake.gate.set()
+    assert best([*first, *second]) == ["1-0", "2-0"]
+    assert time.monotonic() - began < 0.4
+
+
 def test_everyone_gets_at_least_as_many_classes_as_they_asked_for(started, fake):
     batcher = started(max_batch=2, max_wait_ms=1000)
     few, many = batcher.submit(files(1), ["pets"], 1), batcher.submit(files(2), ["pets"], 7)

@@ -16,7 +16,7 @@ def main() -> None:
     """Entry point: errors a user can act on are printed without a traceback."""
     try:
         app()
-    except ConfituneError as error:
+    except (ConfituneError, OSError) as error:  # a full disk, a folder that may not be written
         message = escape(str(error))  # paths may hold brackets
         Console(stderr=True).print(f"[bold red]error:[/bold red] {message}", highlight=False, soft_wrap=True)
         sys.exit(2)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from confitune.cli.app import Option, app, stoppable
@@ -58,22 +59,19 @@ def learn_command(
 
       confitune learn photos/trees --name trees --bundle model --epochs 20
     """
+    from pydantic import ValidationError
+
     from confitune.deploy import LearnSettings, learn
     from confitune.engine import LiveProgress, decoding_bar
 
     console = Console()
-    settings = LearnSettings(
-        model=model,
-        weights=weights,
-        means=means,
-        size=size,
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        seed=seed,
-        device=device,
-        keep=keep,
-    )
+    given = {"model": model, "weights": weights, "means": means, "size": size, "epochs": epochs, "lr": lr}
+    given |= {"batch_size": batch_size, "seed": seed, "device": device, "keep": keep}
+    try:
+        settings = LearnSettings.model_validate(given)
+    except ValidationError as error:
+        wrong = (f"--{problem['loc'][0]} {problem['input']}: {problem['msg']}" for problem in error.errors())
+        raise ConfituneError("; ".join(wrong)) from error
     progress = LiveProgress(console, name)
     with stoppable("the bundle is as it was"), decoding_bar(console) as decoding:
         try:
@@ -84,16 +82,15 @@ def learn_command(
 
 
 def _print_learned(console: Console, report: LearnReport, bundle: Path) -> None:
-    table = Table(
-        title=f"{report.task}: {len(report.classes)} classes, {report.accuracy:.1f}% right", title_justify="left"
-    )
+    title = f"{escape(report.task)}: {len(report.classes)} classes, {report.accuracy:.1f}% right"
+    table = Table(title=title, title_justify="left")
     for column in ("task", "photos", "before", "now", "change"):
         table.add_column(column, justify="left" if column == "task" else "right")
     for change in report.changes:
         before = "-" if change.before is None else f"{change.before:.1f}"
         moved = "-" if change.before is None else f"{change.after - change.before:+.1f}"
-        table.add_row(change.task, str(change.images), before, f"{change.after:.1f}", moved)
-    table.add_row(report.task, str(report.test_images), "", f"{report.accuracy:.1f}", "new")
+        table.add_row(escape(change.task), str(change.images), before, f"{change.after:.1f}", moved)
+    table.add_row(escape(report.task), str(report.test_images), "", f"{report.accuracy:.1f}", "new")
     table.caption = "accuracy in percent on held-out photos"
     console.print(table)
     kept = f", held-out photos {report.held_out_bytes / 1e6:.2f} MB" if report.held_out_bytes else ""
@@ -150,7 +147,7 @@ def tasks_command(
     for name, record in opened.tasks.items():
         accuracy = (checked.accuracy if checked else opened.accuracy).get(name, record.accuracy)
         table.add_row(
-            name,
+            escape(name),
             str(len(record.classes)),
             str(record.images),
             record.learned[:10],
@@ -248,7 +245,7 @@ def serve_command(
 ) -> None:
     """Answer over HTTP, with a page to drop photos on.
 
-    POST /v1/predict (one or many images, task optional), GET /v1/tasks, /healthz, /metrics (Prometheus), /docs.
+    POST /v1/predict (one or many images, task optional), GET /v1/tasks, /healthz, /metrics (Prometheus), /openapi.json.
     Requests of different tasks go through the network together.
 
     [bold]Examples[/bold]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ from confitune.errors import ConfituneError
 from confitune.files import write_whole
 from confitune.nn import ContinualNet, build_model
 from confitune.tasks import exclusive
+
+_STORED = re.compile(r"[0-9a-f]{64}\.safetensors")
+_PARTIAL = re.compile(r"([0-9a-f]{64}|bundle)\.[0-9a-f]{32}\.partial")
 
 
 class Bundle:
@@ -143,17 +147,17 @@ class Bundle:
         def busy() -> None:
             raise BundleError(f"another process is changing {self.path}; try again when it is done")
 
-        self.path.mkdir(parents=True, exist_ok=True)
-        if not Bundle.exists(self.path):
-            foreign = {entry.name for entry in self.path.iterdir()} - {LOCK, INDEX, BACKBONES, TASKS, HELD_OUT}
-            foreign = {name for name in foreign if not name.endswith(".partial")}
-            if foreign:
-                raise BundleError(
-                    f"{self.path} is no bundle but holds {', '.join(sorted(foreign)[:3])}: choose an empty folder"
-                )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BundleError(f"{self.path} cannot be made: {error}; choose another folder") from error
+        if not Bundle.exists(self.path) and (foreign := _foreign(self.path)):
+            raise BundleError(f"{self.path} is no bundle but holds {', '.join(foreign[:3])}: choose an empty folder")
         with exclusive(self.path / LOCK, busy):
             if Bundle.exists(self.path):
                 self._take(_read_head(self.path))
+            elif len(list((self.path / TASKS).glob("*.safetensors"))) > 1:  # a first task that broke off leaves one
+                raise BundleError(f"{self.path} holds tasks but no {HEAD}: restore it from a copy")
             self._sweep()
             yield
 
@@ -191,6 +195,8 @@ class Bundle:
     def remove_task(self, task: str) -> None:
         """Forget a task and delete its files; the backbone stays as it is."""
         record = self.record(task)
+        if len(self._tasks) == 1:  # a new task starts from the last one's batch norm
+            raise BundleError(f"{task!r} is the only task of {self.path}: delete the folder instead")
         self._commit([Removed(task=task)])
         still = {file for other in self._tasks.values() for file in (other.file, other.held_out)}
         for folder, file in ((TASKS, record.file), (HELD_OUT, record.held_out)):
@@ -200,17 +206,18 @@ class Bundle:
     def copy_task(self, source: Bundle, task: str, to: str | None = None) -> None:
         """Take a task over from another bundle, whose backbone must be this one's."""
         record = source.record(task)
-        if source.lineage != self.lineage:
+        if source.lineage != self.lineage or source.network != self.network:
             raise BundleError(
                 f"{task!r} cannot be copied: the backbones of {source.path} and {self.path} are not the same. Every "
                 "task that is learned moves the backbone, so only a bundle that has learned the very same tasks can "
                 "take it; learn the task here instead"
             )
-        self.store_task(source.task_state(task), record.classes)
         kept = source.held_out(task)
-        if kept is not None:
-            self.store_held_out(kept)
-        self.add_task(to or task, record)
+        files = {
+            "file": self.store_task(source.task_state(task), record.classes),
+            "held_out": None if kept is None else self.store_held_out(kept),
+        }
+        self.add_task(to or task, record.model_copy(update=files))
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
@@ -224,7 +231,7 @@ class Bundle:
         """Become what the head says."""
         if self._head == head:
             return
-        if self._head is not None and head.network != self.network:
+        if head.network != self.network:
             raise BundleError(f"{self.path} was replaced by another bundle meanwhile; start again")
         path = self.path / INDEX
         try:
@@ -289,10 +296,11 @@ class Bundle:
                 keep.add(path_of(self.path / HELD_OUT, record.held_out))
         for folder in (BACKBONES, TASKS, HELD_OUT):
             for path in (self.path / folder).glob("*"):
-                if path not in keep:
+                if path not in keep and _is_own(path.name):
                     path.unlink()
         for path in self.path.glob("*.partial"):
-            path.unlink()
+            if _PARTIAL.fullmatch(path.name):
+                path.unlink()
 
 
 def new_network(network: Network) -> ContinualNet:
@@ -309,10 +317,23 @@ def check_name(task: str) -> str:
     Traceback (most recent call last):
     confitune.deploy.format.BundleError: a task's name must be 1 to 100 readable characters: got 'birds\\n'
     """
-    readable = all(unicodedata.category(c)[0] != "C" for c in task)
+    readable = all(unicodedata.category(c) not in ("Zl", "Zp") and unicodedata.category(c)[0] != "C" for c in task)
     if not (0 < len(task) <= NAME_LENGTH and readable and task == task.strip()):
         raise BundleError(f"a task's name must be 1 to {NAME_LENGTH} readable characters: got {task[:200]!r}")
     return task
+
+
+def _foreign(path: Path) -> list[str]:
+    """What is in a folder that no bundle writes."""
+    usual = {LOCK, INDEX, BACKBONES, TASKS, HELD_OUT}
+    found = [e.name for e in path.iterdir() if e.name not in usual and not _PARTIAL.fullmatch(e.name)]
+    for folder in (BACKBONES, TASKS, HELD_OUT):
+        found += [f"{folder}/{e.name}" for e in (path / folder).glob("*") if not _is_own(e.name)]
+    return sorted(found)
+
+
+def _is_own(name: str) -> bool:
+    return bool(_STORED.fullmatch(name) or _PARTIAL.fullmatch(name))
 
 
 def _read_head(path: Path) -> Head:

@@ -20,7 +20,8 @@ def store_tensors(folder: Path, tensors: Mapping[str, Tensor], about: Mapping[st
     Args:
         about: goes into the file's own metadata, so that it can be read without the bundle.
     """
-    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
+    # One entry: safetensors writes several in an order of its own each time, and the same would not be the same file.
+    metadata = {"confitune": json.dumps(about, sort_keys=True)}
     data = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, metadata)
     stored = StoredFile(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
     path = path_of(folder, stored)
@@ -34,8 +35,9 @@ def read_tensors(folder: Path, stored: StoredFile) -> dict[str, Tensor]:
     """What `store_tensors` wrote, checked against its size and hash before anything is made of it."""
     path = path_of(folder, stored)
     try:
-        if path.stat().st_size != stored.bytes:
-            raise BundleError(f"{path} is damaged: it has {path.stat().st_size} bytes, not {stored.bytes}")
+        size = path.stat().st_size
+        if size != stored.bytes:
+            raise BundleError(f"{path} is damaged: {size} bytes, not {stored.bytes}; restore it from a copy")
         data = path.read_bytes()
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error}; restore it from a copy") from error

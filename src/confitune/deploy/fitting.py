@@ -2,9 +2,9 @@
 
 A task's batch norms know the mean and the variance of each channel over the task's images. Under the task's own state,
 an image of the task has channel means near those; another image has not. A layer's distance is the squared difference
-in units of the variance, averaged over channels; its logarithm is compared with what the task's own training images
-had when it was learned, and the deviations are averaged over layers. That takes one forward pass for each task, and
-two numbers a layer to remember.
+in units of the variance, averaged over channels; its logarithm is compared with what the task's training images had
+when it was learned, the deviations are averaged over layers, and the average is compared with that of images of the
+task which it was not trained on. That takes one forward pass for each task, and two numbers a layer to remember.
 """
 
 from __future__ import annotations
@@ -19,37 +19,46 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.nn import ContinualNet
 
-_KEYS = ("fit.mean", "fit.std", "fit.spread")
+_KEYS = ("fit.mean", "fit.std", "fit.usual", "fit.spread")
 _LEAST = 1e-3  # deviation that is believed
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What a task's own images had: by layer the mean and deviation of the log distance, and how misfits spread."""
+    """What a task's own images had.
+
+    Args:
+        mean: of the log distance, by layer, of training images.
+        std: likewise.
+        usual: what the deviations of new images are on average.
+        spread: how much that varies from image to image.
+    """
 
     mean: Tensor
     std: Tensor
+    usual: Tensor
     spread: Tensor
 
     @classmethod
-    def of(cls, distances: Tensor) -> Fit:
-        """From log distances [images, layers] of the task's own images."""
-        mean, std = distances.mean(0), _deviation(distances)
-        return cls(mean, std, _deviation(((distances - mean) / std).mean(1)))
+    def of(cls, trained: Tensor, new: Tensor) -> Fit:
+        """From log distances [images, layers] of images that the task was trained on, and of others."""
+        mean, std = trained.mean(0), _deviation(trained)
+        off = ((new - mean) / std).mean(1)
+        return cls(mean, std, off.mean(), _deviation(off))
 
     def misfit(self, distances: Tensor) -> Tensor:
         """How much worse images fit than the task's own, in units of how those differ: 0 is usual, 3 is rare."""
-        return ((distances - self.mean) / self.std).mean(1) / self.spread
+        return (((distances - self.mean) / self.std).mean(1) - self.usual) / self.spread
 
     def state(self) -> dict[str, Tensor]:
         """As named tensors, to be stored with the task's."""
-        return dict(zip(_KEYS, (self.mean, self.std, self.spread), strict=True))
+        return dict(zip(_KEYS, (self.mean, self.std, self.usual, self.spread), strict=True))
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor], layers: int) -> Fit | None:
         """From named tensors; None where they are not those of so many layers."""
         shapes = [tuple(state[key].shape) if key in state else None for key in _KEYS]
-        return cls(*(state[key] for key in _KEYS)) if shapes == [(layers,), (layers,), ()] else None
+        return cls(*(state[key] for key in _KEYS)) if shapes == [(layers,), (layers,), (), ()] else None
 
 
 @torch.no_grad()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
 
 from confitune.deploy.bundle import Bundle, check_name
 from confitune.deploy.fitting import Fit, logits_and_distances
@@ -18,9 +20,9 @@ from confitune.deploy.held_out import accuracy_on, keep_some
 from confitune.engine import Executor, Listener, TaskFit, TrainSettings, batches, evaluate
 from confitune.methods import METHODS, Method
 from confitune.nn import ContinualNet, create_backbone
-from confitune.tasks import Preprocess, Progress, Task, load_folder_task
+from confitune.tasks import Images, Preprocess, Progress, Task, load_folder_task
 
-_FITTED = 256  # training images that a task's fit is taken from
+_FITTED = 256  # training images, and as many test images, that a task's fit is taken from
 
 
 class LearnSettings(BaseModel):
@@ -30,7 +32,9 @@ class LearnSettings(BaseModel):
 
     model: str | None = Field(None, description="of a new bundle; default tf_efficientnet_lite0")
     weights: str | None = Field(None, description="of a new bundle: a .safetensors or .pth file; default: published")
-    means: str | None = Field(None, description="of a new bundle: window (exact, default) or phase (a third the size)")
+    means: Literal["window", "phase"] | None = Field(
+        None, description="of a new bundle: window (exact, default) or phase (a third the size)"
+    )
     size: int | None = Field(None, ge=32, le=224, description="of the network's input in pixels; default 224")
     epochs: int = Field(10, ge=1)
     batch_size: int = Field(32, ge=2)
@@ -101,11 +105,13 @@ def learn(
     with opened.changing():
         if task in opened.tasks:
             raise BundleError(f"{bundle} has a task {task!r} already; choose another name, or remove it first")
-        net = net or opened.load_network(list(opened.tasks))
+        if net is None or Bundle.exists(bundle):  # it may have been made meanwhile
+            net = opened.load_network(list(opened.tasks))
         network = opened.network
         images = load_folder_task(
             folder, task, mean=network.mean, std=network.std, size=network.size, cache_dir=cache_dir, progress=progress
         )
+        _check_classes(images.classes, folder)
         training = _train_settings(settings)
         listener = listener or Listener()
         listener.run_started(method.name, [*opened.tasks, task], settings.epochs, len(opened.tasks))
@@ -148,16 +154,29 @@ def learn(
 
 @torch.no_grad()
 def measure_fit(net: ContinualNet, task: Task, settings: TrainSettings) -> Fit:
-    """How well the task's own training images fit its statistics."""
+    """How well the task's own images fit its statistics."""
     was_training, device = net.training, next(net.parameters()).device
+
+    def distances(images: Images) -> Tensor:
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))[:_FITTED]
+        found = [
+            logits_and_distances(net, task.inputs(pixels), task.name)[1]
+            for pixels, _ in batches(images, settings.batch_size, device, order)
+        ]
+        return torch.cat(found).cpu()
+
     net.eval()
-    order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(settings.seed))[:_FITTED]
-    found = [
-        logits_and_distances(net, task.inputs(pixels), task.name)[1]
-        for pixels, _ in batches(task.train, settings.batch_size, device, order)
-    ]
+    fit = Fit.of(distances(task.train), distances(task.test))
     net.train(was_training)
-    return Fit.of(torch.cat(found).cpu())
+    return fit
+
+
+def _check_classes(classes: Sequence[str], folder: Path) -> None:
+    for name in classes:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise BundleError(f"the name of the class folder {name!r} in {folder} is no text; rename it") from None
 
 
 def _check_earlier(bundle: Bundle, net: ContinualNet, preprocess: Preprocess) -> tuple[Change, ...]:
@@ -171,10 +190,12 @@ def _check_earlier(bundle: Bundle, net: ContinualNet, preprocess: Preprocess) ->
 
 
 def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualNet]:
-    backbone = create_backbone(settings.model or "tf_efficientnet_lite0", settings.weights)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)  # of a random start, weights 'none'
+        backbone = create_backbone(settings.model or "tf_efficientnet_lite0", settings.weights)
     network = Network(
         model=backbone.name,
-        means=settings.means or "window",  # type: ignore[arg-type]
+        means=settings.means or "window",
         mean=backbone.mean,  # type: ignore[arg-type]
         std=backbone.std,  # type: ignore[arg-type]
         size=settings.size or 224,

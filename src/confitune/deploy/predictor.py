@@ -21,8 +21,9 @@ from confitune.nn import ContinualNet
 from confitune.tasks import DataError, Pipeline, Preprocess, UnreadableImageError, open_rgb
 
 MOST_PIXELS = 50_000_000  # of an image to predict: 7,000 pixels square
+MOST_STRETCHED = 100  # long side to short side: the short side becomes 256 pixels, the long one in proportion
 READY = 256  # tasks kept in memory
-UNKNOWN_ABOVE = 2.0  # misfit: one in twenty of a task's own test images is above it, see docs/deploy.md
+UNKNOWN_ABOVE = 2.0  # deviations: a few in a hundred of a task's own images are above it
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,32 @@ class Predictor:
         self._layers = len(layers_of(self._net))
 
     @classmethod
-    def from_bundle(cls, path: Path | str, *, device: str = "auto", ready: int = READY) -> Predictor:
+    def from_bundle(
+        cls,
+        path: Path | str,
+        *,
+        device: str = "auto",
+        ready: int = READY,
+        unknown_above: float = UNKNOWN_ABOVE,
+    ) -> Predictor:
         """The predictor of the bundle in a folder."""
-        return cls(Bundle.open(path), device=device, ready=ready)
+        bundle = Bundle.open(path)
+        try:
+            return cls(bundle, device=device, ready=ready, unknown_above=unknown_above)
+        except BundleError:
+            newer = Bundle.open(path)
+            if newer.lineage == bundle.lineage:
+                raise
+            # A task was learned in between, and the backbone before it is gone.
+            return cls(newer, device=device, ready=ready, unknown_above=unknown_above)
 
     def decode(self, source: bytes | Path, name: str = "image") -> Tensor:
         """An image's pixels [3, 224, 224] as bytes; one that cannot be read raises `UnreadableImageError`."""
         file: Path | IO[bytes] = source if isinstance(source, Path) else io.BytesIO(source)
-        image = open_rgb(file, name=str(source) if isinstance(source, Path) else name, most_pixels=MOST_PIXELS)
+        name = str(source) if isinstance(source, Path) else name
+        image = open_rgb(file, name=name, most_pixels=MOST_PIXELS)
+        if max(image.size) > MOST_STRETCHED * min(image.size):
+            raise UnreadableImageError(f"the image {name} is too thin: {image.width} x {image.height} pixels")
         try:
             return torch.from_numpy(self._pipeline(image))
         except Exception as error:  # e.g. one pixel wide

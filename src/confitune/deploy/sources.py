@@ -29,10 +29,10 @@ def image_files(given: Sequence[str]) -> list[Path]:
         elif path.exists():
             found.append(path)
         else:
-            matches = sorted(map(Path, glob.glob(text, recursive=True)))
+            matches = sorted(match for match in map(Path, glob.glob(text, recursive=True)) if match.is_file())
             if not matches:
                 raise DataMissingError(f"there is no image {text}")
-            found += [match for match in matches if match.is_file()]
+            found += matches
     return list(dict.fromkeys(found))
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from confitune.tasks.errors import DataError, UnreadableImageError
 
 MOST_PIXELS = 178_956_970  # as Pillow, which only warns from half of it on: a photograph of 13,377 pixels square
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # not all that Pillow knows: EPS is a program
+Image.init()  # Pillow looks for formats that are named only among those it has loaded
 IMAGE_ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
 
@@ -33,13 +35,15 @@ def open_rgb(source: Path | IO[bytes], *, name: str | None = None, most_pixels: 
     """
     name = name or (str(source) if isinstance(source, Path) else "given")
     try:
-        with Image.open(source) as image:
+        with Image.open(source, formats=FORMATS) as image:
             if image.width * image.height > most_pixels:
                 raise DataError(
                     f"it has {image.width} x {image.height} pixels, more than {most_pixels / 1e6:,.0f} million"
                 )
             image.load()
             return to_rgb(image)
+    except UnidentifiedImageError as error:  # its message names a Python object
+        raise UnreadableImageError(f"cannot read the image {name}: it is no image, or of an unknown kind") from error
     except Exception as error:  # Pillow's decoders raise almost anything on broken input
         raise UnreadableImageError(f"cannot read the image {name}: {error or type(error).__name__}") from error
 
@@ -55,7 +59,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         raise DataError("its values are floats, and nothing says which of them is white; save it with 8 or 16 bits")
     if image.mode.startswith("I"):
         # Pillow's own conversion clips at 255, which turns a 16-bit photograph white.
-        levels = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
+        levels = np.clip(np.asarray(image), 0, 65535).astype(np.uint32)
         image = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
     if image.has_transparency_data:
         layer = image.convert("RGBA")

@@ -1,0 +1,207 @@
+"""From image files of many requests to batches of the network, and back to whoever waits for each image.
+
+A few threads decode; one thread takes what is decoded, whatever the task, and asks the predictor once for all of it.
+Every image that is let in holds a place of the queue until it is in a batch, so memory is bounded from the start.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from confitune.deploy.server.contract import ServedPrediction, ServedPredictor
+from confitune.deploy.server.limits import Limits
+from confitune.deploy.server.refusal import Refusal
+from confitune.errors import ConfituneError
+
+_log = logging.getLogger("confitune.serve")
+_LONGEST_RETRY = 60
+
+
+@dataclass
+class _Job:
+    name: str
+    data: bytes
+    task: str | None
+    top: int
+    answer: Future[ServedPrediction] = field(default_factory=Future)
+    pixels: Tensor | None = None
+    ready_at: float = 0.0
+
+
+class Batcher:
+    """Decodes and predicts images of different requests together.
+
+    Args:
+        predictor: is asked for one batch at a time, from one thread.
+        limits: how many images may wait, how many make a batch and how long its first one waits.
+        on_batch: is told the number of images and the seconds of every batch.
+    """
+
+    def __init__(
+        self, predictor: ServedPredictor, limits: Limits, on_batch: Callable[[int, float], None] = lambda *_: None
+    ) -> None:
+        self._predictor = predictor
+        self._limits = limits
+        self._on_batch = on_batch
+        self._changed = threading.Condition()
+        self._ready: deque[_Job] = deque()
+        self._unanswered: set[Future[ServedPrediction]] = set()
+        self._waiting = 0
+        self._seconds_an_image = 0.0
+        self._open = False
+        self._stopped = False
+        self._decoders = ThreadPoolExecutor(limits.decoders, thread_name_prefix="confitune-decode")
+        # A daemon: a predictor that never returns must not keep the process from ending.
+        self._worker = threading.Thread(target=self._work, name="confitune-predict", daemon=True)
+
+    @property
+    def waiting(self) -> int:
+        """Images that are let in and not yet in a batch."""
+        return self._waiting
+
+    @property
+    def healthy(self) -> bool:
+        """Whether images are being answered."""
+        return self._open and self._worker.is_alive()
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._open = True
+        self._worker.start()
+
+    def check_room(self, images: int = 1) -> None:
+        """Refuse if so many more images cannot wait."""
+        if not self._open:
+            raise _closing()
+        if self._waiting + images > self._limits.queue_images:
+            seconds = math.ceil(self._waiting * self._seconds_an_image)
+            raise Refusal(
+                429,
+                "busy",
+                f"{self._waiting} images are waiting, and the queue takes {self._limits.queue_images}: try again later",
+                retry_after=min(max(1, seconds), _LONGEST_RETRY),
+            )
+
+    def submit(
+        self, images: Sequence[tuple[str, bytes]], tasks: Sequence[str | None], top: int
+    ) -> list[Future[ServedPrediction]]:
+        """Let in a request's images, all or none: (name, file) each, with its task or None to guess it.
+
+        A future that is cancelled before its image is in a batch costs no more work.
+        """
+        jobs = [_Job(name, data, task, top) for (name, data), task in zip(images, tasks, strict=True)]
+        with self._changed:
+            self.check_room(len(jobs))
+            self._waiting += len(jobs)
+            for job in jobs:
+                self._unanswered.add(job.answer)
+                job.answer.add_done_callback(self._answered)
+                self._decoders.submit(self._decode, job)
+        return [job.answer for job in jobs]
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Let nothing more in, wait so long for what is in, refuse the rest and end all threads."""
+        with self._changed:
+            self._open = False
+            self._changed.wait_for(lambda: not self._unanswered, seconds)
+            self._stopped = True
+            left = list(self._unanswered)
+            self._changed.notify_all()
+        self._decoders.shutdown(cancel_futures=True)
+        for answer in left:
+            _settle(answer, _closing())
+        if self._worker.ident is not None:
+            self._worker.join(max(1.0, seconds))
+
+    def _answered(self, answer: Future[ServedPrediction]) -> None:
+        with self._changed:
+            self._unanswered.discard(answer)
+            self._changed.notify_all()
+
+    def _decode(self, job: _Job) -> None:
+        try:
+            if not job.answer.cancelled():
+                job.pixels = self._predictor.decode(job.data, job.name)
+        except Exception as error:  # whatever a decoder makes of bytes from anywhere, it is the image's fault
+            _settle(job.answer, _unreadable(job.name, error))
+        job.data = b""
+        with self._changed:
+            if job.pixels is None:
+                self._waiting -= 1
+            else:
+                job.ready_at = time.monotonic()
+                self._ready.append(job)
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while (batch := self._next_batch()) is not None:
+            if batch:
+                self._predict(batch)
+
+    def _next_batch(self) -> list[_Job] | None:
+        """The next images, without those that nobody waits for any more; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._stopped)
+            if self._stopped:
+                return None
+            # Counted from when the first was ready: while the last batch was predicted, it has waited already.
+            latest = self._ready[0].ready_at + self._limits.max_wait_ms / 1000
+            self._changed.wait_for(
+                lambda: len(self._ready) >= self._limits.max_batch or self._stopped, max(0.0, latest - time.monotonic())
+            )
+            batch = [self._ready.popleft() for _ in range(min(len(self._ready), self._limits.max_batch))]
+            self._waiting -= len(batch)
+        return [job for job in batch if job.answer.set_running_or_notify_cancel()]
+
+    def _predict(self, batch: list[_Job]) -> None:
+        began = time.perf_counter()
+        try:
+            pixels = torch.stack([job.pixels for job in batch if job.pixels is not None])
+            # As many classes as the most that anyone wants; each takes as many as it asked for.
+            found = self._predictor.predict(pixels, [job.task for job in batch], max(job.top for job in batch))
+            if len(found) != len(batch):
+                raise RuntimeError(f"{len(found)} predictions for {len(batch)} images")
+        except Exception as error:
+            _log.exception("a batch of %d images failed", len(batch))
+            reason = str(error) if isinstance(error, ConfituneError) else type(error).__name__
+            for job in batch:
+                _settle(job.answer, Refusal(500, "prediction-failed", f"the prediction failed: {reason}"))
+            return
+        seconds = time.perf_counter() - began
+        # A running mean that forgets slow first batches soon.
+        self._seconds_an_image += 0.2 * (seconds / len(batch) - self._seconds_an_image)
+        self._on_batch(len(batch), seconds)
+        for job, prediction in zip(batch, found, strict=True):
+            _settle(job.answer, prediction)
+
+
+def _settle(answer: Future[ServedPrediction], outcome: ServedPrediction | Exception) -> None:
+    """Answer, unless nobody waits any more or the answer was given while the server closed."""
+    try:
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
+    except InvalidStateError:
+        pass
+
+
+def _unreadable(name: str, error: Exception) -> Refusal:
+    if isinstance(error, ConfituneError):
+        return Refusal(422, "unreadable-image", str(error), image=name)
+    _log.warning("%r could not be decoded", name, exc_info=error)
+    return Refusal(422, "unreadable-image", f"cannot read the image {name}: {type(error).__name__}", image=name)
+
+
+def _closing() -> Refusal:
+    return Refusal(503, "closing", "the server is being stopped", retry_after=10)

@@ -1,0 +1,229 @@
+// Sends one image at a time and shows what comes back. Text from files and from the server becomes text, never markup.
+
+const find = (id) => document.getElementById(id);
+const [drop, input, preview, invitation, chosen, choice, result] =
+  ["drop", "file", "preview", "invitation", "chosen", "task", "result"].map(find);
+const TOP = 5;
+
+let limits = null; // what the server takes, once it has said so
+let image = null; // the file that is shown
+let asking = null; // the request under way
+
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+function count(number, word) {
+  const ending = number === 1 ? "" : word.endsWith("s") ? "es" : "s";
+  return `${number.toLocaleString("en")} ${word}${ending}`;
+}
+
+function size(bytes) {
+  const rounded = (number) => number.toLocaleString("en", { maximumFractionDigits: number < 10 ? 1 : 0 });
+  if (bytes < 1e3) return count(bytes, "byte");
+  return bytes < 1e6 ? `${rounded(bytes / 1e3)} kB` : `${rounded(bytes / 1e6)} MB`;
+}
+
+function percent(share) {
+  if (share > 0 && share < 0.001) return "< 0.1 %";
+  if (share < 1 && share > 0.999) return "> 99.9 %";
+  return `${(100 * share).toFixed(1)} %`;
+}
+
+// Errors
+
+const TITLES = {
+  408: "The upload took too long",
+  413: "This image is too large",
+  415: "This file is not an image",
+  422: "This image cannot be read",
+  429: "The server is busy",
+  500: "The model failed on this image",
+  503: "The server is busy or being stopped",
+  504: "The answer took too long",
+};
+const AGAIN = new Set([0, 408, 429, 500, 503, 504]);
+
+function showError(status, detail, retry = () => ask()) {
+  const title = status === 0 ? "The server does not answer" : TITLES[status] ?? `The server said no (${status})`;
+  const box = element("div", { class: "error", role: "alert" }, element("h2", {}, title), element("p", {}, detail));
+  if (AGAIN.has(status)) {
+    const button = element("button", { type: "button" }, "Try again");
+    button.addEventListener("click", retry);
+    box.append(button);
+  }
+  result.classList.remove("waits");
+  result.replaceChildren(box);
+}
+
+function sentence(text) {
+  const words = text.trim();
+  return words.charAt(0).toUpperCase() + words.slice(1) + (/[.!?]$/.test(words) ? "" : ".");
+}
+
+async function whatWasWrong(answer) {
+  let detail = answer.statusText;
+  try {
+    detail = (await answer.json()).detail ?? detail;
+  } catch { /* not ours: a proxy's page, or cut off */ }
+  const wait = Number(answer.headers.get("Retry-After"));
+  return sentence(detail || "It gave no reason") + (wait ? ` It may go better in ${count(wait, "second")}.` : "");
+}
+
+const GONE = "Is it still running, and is this device still connected? It is started with confitune serve.";
+
+// Results
+
+function showPrediction(prediction, server, total) {
+  const taken = `${server.toFixed(0)} ms on the server, ${total.toFixed(0)} ms in all`;
+  const parts = prediction.unknown ? unknownParts() : knownParts(prediction);
+  result.classList.remove("waits");
+  result.replaceChildren(...parts, element("p", { class: "took" }, taken));
+}
+
+function unknownParts() {
+  const tasks = choice.options.length - 1;
+  const words = tasks === 1 ? "The only task does not fit" : `None of the ${tasks} tasks fits`;
+  return [
+    element("p", { class: "best" }, "Unknown"),
+    element("p", { class: "by" }, `${words} this image well enough. Pick a task to see its classes anyway.`),
+  ];
+}
+
+function knownParts(prediction) {
+  const guessed = prediction.task_confidence !== null;
+  const how = guessed ? `, guessed with ${percent(prediction.task_confidence)} confidence` : ", as you chose";
+  const rows = prediction.classes.map(({ name, probability }) => {
+    const bar = element("div", { class: "bar" });
+    bar.style.width = `${100 * probability}%`;
+    return element(
+      "li", {},
+      element("span", {}, name),
+      element("span", { class: "share" }, percent(probability)),
+      element("div", { class: "track", "aria-hidden": "true" }, bar),
+    );
+  });
+  return [
+    element("p", { class: "best" }, prediction.classes[0]?.name ?? "No class"),
+    element("p", { class: "by" }, "Task ", element("b", {}, prediction.task), how),
+    element("ol", { class: "classes", "aria-label": "Classes, most probable first" }, ...rows),
+  ];
+}
+
+// Asking
+
+async function ask() {
+  asking?.abort();
+  if (!image) return;
+  if (limits && image.size > limits.image_bytes) {
+    const most = size(limits.image_bytes);
+    showError(413, `It has ${size(image.size)}, and the server takes up to ${most}. Choose a smaller one.`);
+    return;
+  }
+  const mine = new AbortController();
+  asking = mine;
+  const form = new FormData();
+  form.append("images", image, image.name || "image");
+  form.append("task", choice.value);
+  form.append("top", TOP);
+  result.classList.add("waits");
+  result.setAttribute("aria-busy", "true");
+  const began = performance.now();
+  try {
+    const answer = await fetch("v1/predict", { method: "POST", body: form, signal: mine.signal });
+    if (!answer.ok) {
+      showError(answer.status, await whatWasWrong(answer));
+      return;
+    }
+    const { predictions, milliseconds } = await answer.json();
+    showPrediction(predictions[0], milliseconds, performance.now() - began);
+  } catch {
+    if (!mine.signal.aborted) showError(0, GONE); // aborted: another image or task was chosen meanwhile
+  } finally {
+    if (asking === mine) result.removeAttribute("aria-busy");
+  }
+}
+
+// Choosing
+
+function take(files) {
+  if (!files.length) return;
+  image = files[0];
+  URL.revokeObjectURL(preview.src);
+  preview.hidden = true;
+  invitation.hidden = false;
+  drop.classList.remove("filled");
+  preview.src = URL.createObjectURL(image);
+  preview.alt = `Preview of ${image.name}`;
+  const others = files.length > 1 ? `; only the first of ${files.length} was taken` : "";
+  chosen.textContent = `${image.name}, ${size(image.size)}${others}`;
+  ask();
+}
+
+preview.addEventListener("load", () => {
+  preview.hidden = false;
+  invitation.hidden = true;
+  drop.classList.add("filled");
+});
+input.addEventListener("change", () => {
+  take([...input.files]);
+  input.value = ""; // or the same file could not be chosen again
+});
+choice.addEventListener("change", ask);
+document.addEventListener("paste", (event) => take([...(event.clipboardData?.files ?? [])]));
+// Anywhere: a file dropped beside the box would otherwise replace the page.
+document.addEventListener("dragover", (event) => {
+  event.preventDefault();
+  drop.classList.add("over");
+});
+for (const end of ["dragleave", "drop", "dragend"]) {
+  document.addEventListener(end, () => drop.classList.remove("over"));
+}
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  take([...(event.dataTransfer?.files ?? [])]);
+});
+
+// Tasks
+
+function taskRow(task) {
+  const classes = element(
+    "details", {},
+    element("summary", {}, count(task.classes.length, "class")),
+    element("p", {}, task.classes.join(", ")),
+  );
+  return element(
+    "tr", {},
+    element("th", { scope: "row" }, task.name),
+    element("td", {}, classes),
+    element("td", { class: "number" }, task.accuracy === null ? "not measured" : `${task.accuracy.toFixed(1)} %`),
+    element("td", { class: "number wide" }, task.images.toLocaleString("en")),
+    element("td", { class: "number wide" }, task.learned.slice(0, 10)),
+  );
+}
+
+async function showTasks() {
+  try {
+    const answer = await fetch("v1/tasks");
+    if (!answer.ok) {
+      showError(answer.status, await whatWasWrong(answer), showTasks);
+      return;
+    }
+    const model = await answer.json();
+    limits = model.limits;
+    document.title = `${model.name}: confitune`;
+    find("model").textContent = model.name;
+    const classes = model.tasks.reduce((sum, task) => sum + task.classes.length, 0);
+    find("what").textContent = `One network, ${count(model.tasks.length, "task")}, ${count(classes, "class")}`;
+    choice.append(...model.tasks.map((task) => element("option", { value: task.name }, task.name)));
+    find("task-rows").replaceChildren(...model.tasks.map(taskRow));
+    find("tasks").hidden = model.tasks.length === 0;
+  } catch {
+    showError(0, GONE, () => window.location.reload());
+  }
+}
+
+showTasks();

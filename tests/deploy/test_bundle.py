@@ -1,0 +1,555 @@
+"""What a bundle keeps, what it refuses, and that damage to it is never passed over."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from confitune.deploy import Bundle, BundleError, TaskRecord
+from confitune.deploy.format import Checked, Network, StoredFile
+from confitune.deploy.held_out import decode_kept
+from confitune.tasks import load_folder_task
+
+NETWORK = Network(
+    model="test_byobnet",
+    means="window",
+    mean=(0.5, 0.4, 0.3),
+    std=(0.2, 0.25, 0.3),
+    size=64,
+    weights="none",
+    weights_sha256=hashlib.sha256(b"start").hexdigest(),
+)
+
+
+def contents(folder):
+    """Everything in a folder: bytes and time of change of every file."""
+    return {
+        path.relative_to(folder).as_posix(): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def by_hand(path, net, network=NETWORK):
+    """A bundle of all tasks of a network."""
+    bundle = Bundle(path, network)
+    with bundle.changing():
+        for task, entry in net.tasks.items():
+            record = TaskRecord(
+                classes=entry.classes,
+                file=bundle.store_task(net.task_state_dict(task), entry.classes),
+                accuracy=87.5,
+                images=12,
+                epochs=3,
+                learned="2026-05-01T12:00:00+00:00",
+            )
+            bundle.add_task(task, record, net.shared_state_dict(), {task: 75.0})
+    return bundle
+
+
+def same_tensors(first, second):
+    return first.keys() == second.keys() and all(
+        first[key].dtype == second[key].dtype and torch.equal(first[key], second[key]) for key in first
+    )
+
+
+def some_pixels(count=4, size=32):
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def logits(bundle, task):
+    return bundle.load_network([task]).eval()(some_pixels(), task)
+
+
+def edited(path, **values):
+    """The head with other values, its checksum right."""
+    head = json.loads(path.read_bytes()) | values
+    del head["checksum"]
+    text = json.dumps(head, sort_keys=True, ensure_ascii=False).encode()
+    path.write_text(json.dumps(head | {"checksum": hashlib.sha256(text).hexdigest()}))
+
+
+# ---- in and out ------------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_made_by_hand_reopens_as_it_was(trained, images, tmp_path):
+    net = trained("test_byobnet")
+    states = {task: net.task_state_dict(task) for task in net.tasks}
+    made = by_hand(tmp_path / "model", net)
+    again = Bundle.open(tmp_path / "model")
+    assert list(again.tasks) == ["pets", "birds"]
+    assert again.tasks == made.tasks
+    assert again.record("pets").classes == ("cat", "dog", "hare")
+    assert (again.record("pets").accuracy, again.record("pets").images, again.record("pets").epochs) == (87.5, 12, 3)
+    assert again.network == NETWORK
+    assert dict(again.accuracy) == {"pets": 75.0, "birds": 75.0}
+    assert list(again.history) == [
+        Checked(after="pets", accuracy={"pets": 75.0}),
+        Checked(after="birds", accuracy={"birds": 75.0}),
+    ]
+    assert (again.lineage, again.written) == (made.lineage, made.written)
+    assert again.held_out("pets") is None
+    loaded = again.load_network(["pets", "birds"])
+    assert loaded.current_task == "birds"
+    for task, state in states.items():
+        assert same_tensors(again.task_state(task), state)
+        with torch.no_grad():
+            assert torch.equal(net.eval()(images(), task), loaded.eval()(images(), task))
+
+
+def test_a_learned_bundle_reopens_with_the_same_logits(taught):
+    path = taught(2)
+    bundle, again = Bundle.open(path), Bundle.open(str(path))
+    assert list(again.tasks) == ["reds", "stripes"]
+    assert again.record("stripes").classes == ("stripes 0", "stripes 1", "stripes 2")
+    assert (again.record("reds").images, again.record("stripes").images) == (16, 24)
+    assert again.bytes_of("reds") == (path / "tasks" / f"{again.record('reds').file.sha256}.safetensors").stat().st_size
+    for task in bundle.tasks:
+        assert same_tensors(bundle.task_state(task), again.task_state(task))
+        assert torch.equal(logits(bundle, task), logits(again, task))
+    assert not torch.equal(logits(bundle, "reds"), logits(bundle, "stripes")[:, :2])
+
+
+def test_the_same_tensors_are_the_same_file(taught):
+    path = taught(1)
+    bundle = Bundle.open(path)
+    before = contents(path)
+    with bundle.changing():
+        for _ in range(5):  # safetensors' own order of several metadata entries would differ before long
+            assert bundle.store_task(bundle.task_state("reds"), ["reds 0", "reds 1"]) == bundle.record("reds").file
+            assert bundle.store_held_out(bundle.held_out("reds")) == bundle.record("reds").held_out
+    assert contents(path) == before
+
+
+def test_files_are_text_or_safetensors_that_say_what_they_are(taught):
+    path = taught(2)
+    endings = {"bundle.json": 1, "index.jsonl": 1, ".safetensors": 5}
+    files = [file for file in path.rglob("*") if file.is_file() and file.name != ".lock"]
+    assert sum(endings.values()) == len(files)
+    for file in files:
+        data = file.read_bytes()
+        assert not data.startswith((b"PK", b"\x80"))  # a zip, a pickle
+        assert b"PK\x03\x04" not in data or file.parent.name == "held-out"  # which may have it among its pixels
+        if file.suffix == ".safetensors":
+            assert hashlib.sha256(data).hexdigest() == file.stem
+        elif file.suffix == ".json":
+            assert json.loads(data)["format"] == 1
+        else:
+            assert [json.loads(line)["op"] for line in data.splitlines()] == ["add", "check", "add", "check"]
+    with safe_open(path / "tasks" / f"{Bundle.open(path).record('reds').file.sha256}.safetensors", "pt") as opened:
+        about = json.loads(opened.metadata()["confitune"])
+    assert about["format"] == "confitune task 1"
+    assert about["classes"] == ["reds 0", "reds 1"]
+    assert (about["model"], about["means"], about["size"]) == ("test_byobnet", "window", 32)
+
+
+def test_kept_images_are_the_test_images_bit_for_bit(taught_once, photos, decoded):
+    bundle = Bundle.open(taught_once[1])
+    task = load_folder_task(photos("reds"), "reds", mean=(0,) * 3, std=(1,) * 3, cache_dir=decoded)
+    pixels, labels = task.test.batch(torch.arange(4))
+    kept = bundle.held_out("reds")
+    assert kept["labels"].tolist() == labels.tolist() == [0, 0, 1, 1]
+    assert torch.equal(torch.stack(decode_kept(kept, "reds")), pixels)
+    assert bundle.record("reds").held_out_images == 4
+
+
+# ---- changes ---------------------------------------------------------------------------------------------------------
+
+
+def test_rename_keeps_order_files_and_accuracy(taught):
+    path = taught(3)
+    bundle, before, expected = Bundle.open(path), contents(path), logits(Bundle.open(path), "reds")
+    accuracy = bundle.accuracy["reds"]
+    with bundle.changing():
+        bundle.rename_task("reds", "red things")
+    for found in (bundle, Bundle.open(path)):
+        assert list(found.tasks) == ["red things", "stripes", "greens"]
+        assert found.accuracy["red things"] == accuracy
+        assert "reds" not in found.accuracy
+        assert torch.equal(logits(found, "red things"), expected)
+    after = contents(path)
+    assert set(after) == set(before)
+    assert {name for name in after if after[name] != before[name]} == {"bundle.json", "index.jsonl"}
+    with bundle.changing(), pytest.raises(BundleError, match="has a task 'stripes' already"):
+        bundle.rename_task("red things", "stripes")
+    with bundle.changing(), pytest.raises(BundleError, match="no task 'reds'; it has 'red things', 'stripes', 'gre"):
+        bundle.rename_task("reds", "x")
+
+
+def test_remove_deletes_the_tasks_files_and_nothing_else(taught):
+    path = taught(3)
+    bundle, before = Bundle.open(path), contents(path)
+    record, expected = bundle.record("stripes"), logits(bundle, "greens")
+    with bundle.changing():
+        bundle.remove_task("stripes")
+    for found in (bundle, Bundle.open(path)):
+        assert list(found.tasks) == ["reds", "greens"]
+        assert set(found.accuracy) == {"reds", "greens"}
+    after = contents(path)
+    gone = {f"tasks/{record.file.sha256}.safetensors", f"held-out/{record.held_out.sha256}.safetensors"}
+    assert set(before) - set(after) == gone
+    assert all(after[name] == before[name] for name in after if name.endswith(".safetensors"))
+    assert torch.equal(logits(Bundle.open(path), "greens"), expected)
+
+
+def test_files_that_two_tasks_share_go_with_the_last_of_them(taught):
+    path = taught(2)
+    bundle, before = Bundle.open(path), contents(path)
+    with bundle.changing():
+        bundle.copy_task(bundle, "reds", "the same")
+        assert set(contents(path)) == set(before)
+        bundle.remove_task("reds")
+        assert set(contents(path)) == set(before)
+        bundle.remove_task("the same")
+    kept = bundle.record("stripes")
+    assert [path.stem for path in (path / "tasks").iterdir()] == [kept.file.sha256]
+    assert [path.stem for path in (path / "held-out").iterdir()] == [kept.held_out.sha256]
+    assert list(Bundle.open(path).tasks) == ["stripes"]
+    with pytest.raises(BundleError, match="no task 'reds'; it has 'stripes'"):
+        bundle.record("reds")
+
+
+def test_the_only_task_stays(taught):
+    """A new task starts from the batch norm of the one before."""
+    path = taught(1)
+    bundle, before = Bundle.open(path), contents(path)
+    with bundle.changing(), pytest.raises(BundleError, match="the only task of .*: delete the folder instead"):
+        bundle.remove_task("reds")
+    assert contents(path) == before
+
+
+def test_copy_to_a_bundle_with_the_same_backbone(taught):
+    source, target = Bundle.open(taught(2)), Bundle.open(taught(2, "target"))
+    with target.changing():
+        target.remove_task("reds")
+        target.copy_task(source, "reds", "red again")
+    found = Bundle.open(target.path)
+    assert list(found.tasks) == ["stripes", "red again"]
+    assert found.record("red again") == source.record("reds")
+    assert torch.equal(logits(found, "red again"), logits(source, "reds"))
+    assert same_tensors(found.task_state("red again"), source.task_state("reds"))
+    assert same_tensors(found.held_out("red again"), source.held_out("reds"))
+    assert found.lineage == source.lineage
+
+
+def test_copy_to_another_backbone_is_refused_with_the_reason(taught):
+    source, target = Bundle.open(taught(3)), Bundle.open(taught(2, "target"))
+    before = contents(target.path)
+    reason = r"'greens' cannot be copied: the backbones of .* are not the same.*learn the task here instead"
+    with target.changing(), pytest.raises(BundleError, match=reason):
+        target.copy_task(source, "greens")
+    assert contents(target.path) == before
+
+
+def test_copy_between_kinds_of_means_is_refused_though_weights_agree(trained, tmp_path):
+    source = by_hand(tmp_path / "window", trained("test_byobnet"))
+    other = NETWORK.model_copy(update={"means": "phase"})
+    target = by_hand(tmp_path / "phase", trained("test_byobnet", means="phase"), other)
+    assert source.lineage == target.lineage
+    before = contents(target.path)
+    with target.changing(), pytest.raises(BundleError, match="cannot be copied"):
+        target.copy_task(source, "pets", "more pets")
+    assert contents(target.path) == before
+
+
+def test_adding_appends_and_leaves_earlier_files_alone(taught, teach):
+    path = taught(2)
+    before, old = contents(path), Bundle.open(path)
+    (old_backbone,) = (path / "backbones").iterdir()
+    teach("greens", path)
+    after, new = contents(path), Bundle.open(path)
+    assert after["index.jsonl"][0].startswith(before["index.jsonl"][0])
+    assert len(after["index.jsonl"][0].splitlines()) == 6
+    kept = [name for name in before if name.startswith(("tasks/", "held-out/"))]
+    assert len(kept) == 4
+    assert all(after[name] == before[name] for name in kept)
+    assert len(after) == len(before) + 2
+    (new_backbone,) = (path / "backbones").iterdir()
+    assert new_backbone != old_backbone
+    assert new.lineage == hashlib.sha256(f"{old.lineage} {new_backbone.stem}".encode()).hexdigest()
+    assert [dict(new.tasks)[task] for task in old.tasks] == list(old.tasks.values())
+    assert new.history[:2] == old.history
+
+
+def test_what_another_opened_bundle_changed_is_seen(taught):
+    path = taught(2)
+    first, second = Bundle.open(path), Bundle.open(path)
+    with first.changing():
+        first.rename_task("reds", "rot")
+    assert list(second.tasks) == ["reds", "stripes"]
+    with second.changing():
+        assert list(second.tasks) == ["rot", "stripes"]
+        second.remove_task("rot")
+    assert list(Bundle.open(path).tasks) == ["stripes"]
+
+
+def test_a_bundle_that_was_replaced_is_not_changed(taught, trained, tmp_path):
+    path = taught(2)
+    opened = Bundle.open(path)
+    shutil.rmtree(path)
+    by_hand(path, trained("test_byobnet"))
+    before = contents(path)
+    with pytest.raises(BundleError, match="was replaced by another bundle meanwhile"), opened.changing():
+        pytest.fail("was changed")
+    unaware = Bundle(path, NETWORK.model_copy(update={"size": 32}))
+    with pytest.raises(BundleError, match="was replaced by another bundle meanwhile"), unaware.changing():
+        pytest.fail("was changed")
+    assert contents(path) == before
+
+
+def test_one_process_at_a_time(taught):
+    path = taught(1)
+    before = contents(path)
+    program = "import fcntl, sys\nfile = open(sys.argv[1])\nfcntl.flock(file, fcntl.LOCK_EX)\nprint('held', flush=True)"
+    other = subprocess.Popen(
+        [sys.executable, "-S", "-c", program + "\ninput()", str(path / ".lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with other:
+        assert other.stdout.readline() == "held\n"
+        began, bundle = time.monotonic(), Bundle.open(path)
+        busy = r"another process is changing .*model; try again when it is done"
+        with pytest.raises(BundleError, match=busy), bundle.changing():
+            pytest.fail("was changed")
+        assert time.monotonic() - began < 1
+        assert contents(path) == before
+        assert list(Bundle.open(path).tasks) == ["reds"]  # reading needs no lock
+        other.kill()
+    with Bundle.open(path).changing():
+        pass
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+ODD = ["a/b", "../../up", "..", "/etc/passwd", "C:\\x", 'it\'s "so"', "[/red]", "鳥 và chim", "x" * 100, "a\u3000b"]
+UNREADABLE = ["", " ", " a", "a ", "a\n", "a\nb", "a\tb", "\0", "\x1b[31m", "x" * 101, "a\u2028b", "a\u200bb", "\ud800"]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_names_reach_no_file_outside(taught, tmp_path, name):
+    path = taught(1)
+    bundle, before = Bundle.open(path), {*tmp_path.rglob("*")}
+    above = {*tmp_path.parent.iterdir()}
+    with bundle.changing():
+        bundle.copy_task(bundle, "reds", name)
+        bundle.rename_task("reds", f"{name[:98]}!")
+    found = Bundle.open(path)
+    assert list(found.tasks) == [f"{name[:98]}!", name]
+    assert found.record(name) == found.record(f"{name[:98]}!")
+    with bundle.changing():
+        bundle.remove_task(name)
+    assert {*tmp_path.rglob("*")} == before
+    assert {*tmp_path.parent.iterdir()} == above
+
+
+@pytest.mark.parametrize("name", UNREADABLE, ids=ascii)
+def test_names_that_cannot_be_read_are_refused(taught, tmp_path, teach, name):
+    bundle = Bundle.open(taught(1))
+    before = contents(bundle.path)
+    with bundle.changing():
+        for change in (
+            lambda: bundle.rename_task("reds", name),
+            lambda: bundle.copy_task(bundle, "reds", name) if name else bundle.add_task(name, bundle.record("reds")),
+        ):
+            with pytest.raises(BundleError, match="a task's name must be 1 to 100 readable characters"):
+                change()
+    if name:
+        with pytest.raises(BundleError, match="readable characters"):
+            teach("greens", tmp_path / "new", name=name)
+    assert not (tmp_path / "new").exists()
+    assert contents(bundle.path) == before
+
+
+# ---- folders that are no bundle --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("there", ["notes.txt", "tasks/notes.txt", "held-out/cat/1.jpg", "film.partial", ".hidden"])
+def test_a_folder_of_something_else_is_refused_and_left_alone(teach, tmp_path, there):
+    (tmp_path / "mine" / there).parent.mkdir(parents=True)
+    (tmp_path / "mine" / there).write_text("mine")
+    before = {*tmp_path.rglob("*")}
+    with pytest.raises(BundleError, match=r"mine is no bundle but holds .*: choose an empty folder"):
+        teach("reds", tmp_path / "mine")
+    assert {*tmp_path.rglob("*")} == before
+    assert (tmp_path / "mine" / there).read_text() == "mine"
+
+
+def test_files_of_others_inside_a_bundle_are_left_alone(taught):
+    path = taught(2)
+    for name in ("notes.txt", "tasks/notes.txt", "film.partial"):
+        (path / name).write_text("mine")
+    bundle = Bundle.open(path)
+    with bundle.changing():
+        bundle.remove_task("reds")
+    for name in ("notes.txt", "tasks/notes.txt", "film.partial"):
+        assert (path / name).read_text() == "mine"
+
+
+def test_a_bundle_that_lost_its_head_is_not_taken_for_leftovers(taught, teach):
+    path = taught(2)
+    (path / "bundle.json").unlink()
+    before = contents(path)
+    with pytest.raises(BundleError, match=r"holds no bundle: `confitune learn` makes one"):
+        Bundle.open(path)
+    with pytest.raises(BundleError, match=r"holds tasks but no bundle\.json: restore it from a copy"):
+        teach("greens", path)
+    assert contents(path) == before
+
+
+def test_a_file_is_no_folder(teach, tmp_path):
+    (tmp_path / "model").write_text("a file")
+    with pytest.raises(BundleError, match=r"model cannot be made.*choose another folder"):
+        teach("reds", tmp_path / "model")
+
+
+def test_an_empty_bundle_says_so(tmp_path):
+    with pytest.raises(BundleError, match="has learned nothing yet"):
+        _ = Bundle(tmp_path / "model", NETWORK).lineage
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def read_everything(path):
+    bundle = Bundle.open(path)
+    for task in bundle.tasks:
+        bundle.task_state(task)
+        decode_kept(bundle.held_out(task), task)
+    return bundle.load_network(list(bundle.tasks))
+
+
+def flipped(data, position):
+    changed = bytearray(data)
+    changed[position] ^= 1 << position % 8
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("name", ["bundle.json", "index.jsonl"])
+def test_flipped_bytes_of_the_text_are_noticed(taught, name):
+    path = taught(2)
+    file = path / name
+    data = file.read_bytes()
+    assert len(data) > 800
+    for position in range(0, len(data), 3):
+        file.write_bytes(flipped(data, position))
+        with pytest.raises(BundleError, match=name):
+            Bundle.open(path)
+    file.write_bytes(data)
+    assert list(Bundle.open(path).tasks) == ["reds", "stripes"]
+
+
+@pytest.mark.parametrize("folder", ["backbones", "tasks", "held-out"])
+def test_flipped_bytes_of_tensors_are_noticed(taught, folder):
+    path = taught(2)
+    flips = 0
+    for file in (path / folder).iterdir():
+        data = file.read_bytes()
+        for share in range(9):  # the first byte, the last, and between
+            position = min(share * len(data) // 8, len(data) - 1)
+            file.write_bytes(flipped(data, position))
+            with pytest.raises(BundleError, match=rf"{file.name} is damaged: its hash is not its name"):
+                read_everything(path)
+            flips += 1
+        file.write_bytes(data)
+    assert flips == 9 * (1 if folder == "backbones" else 2)
+    assert list(read_everything(path).tasks) == ["reds", "stripes"]
+
+
+def test_truncated_longer_and_missing_files_are_noticed(taught):
+    path = taught(2)
+    files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name != ".lock"]
+    assert len(files) == 7
+    for file in files:
+        data = file.read_bytes()
+        for cut in (data[: len(data) // 2], data[:-2], b""):
+            file.write_bytes(cut)
+            with pytest.raises(BundleError, match=file.name):
+                read_everything(path)
+        if file.name != "index.jsonl":
+            file.write_bytes(data + b"x")
+            with pytest.raises(BundleError, match=file.name):
+                read_everything(path)
+        file.unlink()
+        with pytest.raises(BundleError, match=rf"{file.name} cannot be read|holds no bundle"):
+            read_everything(path)
+        file.write_bytes(data)
+    assert list(read_everything(path).tasks) == ["reds", "stripes"]
+
+
+def test_what_follows_the_indexs_committed_end_is_ignored_and_then_gone(taught):
+    path = taught(2)
+    index = path / "index.jsonl"
+    committed = index.read_bytes()
+    for rest in (b'{"op":"add","task":"half a li', b'{"op":"remove","task":"reds"}\n', b"\0" * 5000):
+        index.write_bytes(committed + rest)
+        assert list(read_everything(path).tasks) == ["reds", "stripes"]
+    bundle = Bundle.open(path)
+    with bundle.changing():
+        bundle.rename_task("reds", "rot")
+    assert index.read_bytes() == committed + b'{"op":"rename","task":"reds","to":"rot"}\n'
+    assert list(Bundle.open(path).tasks) == ["rot", "stripes"]
+
+
+def test_leftovers_of_a_killed_process_go_with_the_next_change(taught):
+    path = taught(1)
+    before = set(contents(path))
+    name = "ab" * 32
+    for left in (f"tasks/{name}.safetensors", f"backbones/{name}.{'0' * 32}.partial", f"bundle.{'1' * 32}.partial"):
+        (path / left).write_bytes(b"half")
+    assert list(read_everything(path).tasks) == ["reds"]
+    with Bundle.open(path).changing():
+        assert set(contents(path)) == before
+
+
+def test_a_newer_format_asks_for_an_upgrade(taught):
+    path = taught(1)
+    edited(path / "bundle.json", format=2, something="new")
+    with pytest.raises(BundleError, match=r"was written by a newer confitune \(format 2\); upgrade confitune"):
+        Bundle.open(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "null", "7", '{"checksum": 3}', "[" * 100_000, "\xff", '{"format": "1", "checksum": ""}']
+)
+def test_other_json_is_no_head(tmp_path, text):
+    (tmp_path / "bundle.json").write_text(text, encoding="latin-1")
+    with pytest.raises(BundleError, match=r"bundle\.json is damaged"):
+        Bundle.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"format": 0},
+        {"index_bytes": -1},
+        {"lineage": "../../x"},
+        {"backbone": {"sha256": "../../../etc/passwd", "bytes": 3}},
+        {"surprise": 1},
+    ],
+)
+def test_a_head_that_says_what_no_head_says_is_refused(taught, values):
+    path = taught(1)
+    edited(path / "bundle.json", **values)
+    with pytest.raises(BundleError, match=r"bundle\.json is damaged, or no bundle's"):
+        Bundle.open(path)
+
+
+def test_a_file_with_another_content_under_its_true_hash_is_no_tensor(taught):
+    path = taught(1)
+    bundle = Bundle.open(path)
+    data = b"\x80\x04\x95 a pickle"
+    stored = StoredFile(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+    with bundle.changing():
+        (path / "tasks" / f"{stored.sha256}.safetensors").write_bytes(data)
+        bundle.add_task("bad", bundle.record("reds").model_copy(update={"file": stored}))
+    with pytest.raises(BundleError, match="holds no tensors"):
+        Bundle.open(path).task_state("bad")

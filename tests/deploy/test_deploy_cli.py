@@ -1,0 +1,393 @@
+"""learn, tasks, predict and export, from arguments to exit code, output and files."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from confitune import cli
+from confitune.deploy import Bundle, Predictor, check_tasks
+
+SOURCE = Path(cli.__file__).parents[2]
+
+
+def plain(text):
+    """Without colours, which some CI machines force."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+class Said:
+    def __init__(self, code, out, err):
+        self.code, self.out, self.err = code, plain(out), plain(err)
+
+
+@pytest.fixture
+def confitune(monkeypatch, capsys, tmp_path):
+    """Calls the program in this process, which works in an empty folder."""
+    monkeypatch.setenv("COLUMNS", "200")
+    for forced in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(forced, raising=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def confitune(*arguments):
+        monkeypatch.setattr(sys, "argv", ["/usr/bin/confitune", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        return Said(exit_.value.code or 0, *capsys.readouterr())
+
+    return confitune
+
+
+def refused(said):
+    """The message of an error that a user can act on."""
+    assert said.code == 2
+    assert "Traceback" not in said.err + said.out
+    assert said.err.startswith("error: ")
+    return said.err.removeprefix("error: ").strip()
+
+
+def rows(out):
+    """The cells of a printed table."""
+    lines = [line for line in out.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+# ---- learn -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(decoded):
+    return ["--epochs", 1, "--batch-size", 4, "--lr", 0.02, "--device", "cpu", "--cache-dir", decoded]
+
+
+def test_learn_makes_a_bundle_and_then_adds_to_it(confitune, photos, quick, new_bundle, tmp_path):
+    path = tmp_path / "model"
+    start = [part for name, value in new_bundle.items() for part in (f"--{name}", value)]
+    said = confitune("learn", photos("reds"), "--name", "reds", "--bundle", path, *quick, *start, "--means", "phase")
+    assert said.code == 0
+    bundle = Bundle.open(path)
+    assert (bundle.network.model, bundle.network.means, bundle.network.size) == ("test_byobnet", "phase", 32)
+    assert bundle.network.weights == "start.pth"
+    accuracy = bundle.record("reds").accuracy
+    assert f"reds: 2 classes, {accuracy:.1f}% right" in said.out
+    assert rows(said.out) == [["reds", "4", "", f"{accuracy:.1f}", "new"]]
+    numbers = bundle.load_network(["reds"]).numbers_per_task
+    assert f"{path} grew by {bundle.bytes_of('reds') / 1e6:.2f} MB ({numbers:,} numbers and the head)" in said.out
+    assert f"held-out photos {bundle.record('reds').held_out.bytes / 1e6:.2f} MB; " in said.out
+
+    before = bundle.accuracy["reds"]
+    said = confitune("learn", photos("greens"), "--name", "[/b]", "--bundle", path, *quick, "--keep", 0)
+    assert said.code == 0
+    bundle = Bundle.open(path)
+    assert list(bundle.tasks) == ["reds", "[/b]"]
+    now = bundle.accuracy["reds"]
+    assert rows(said.out) == [
+        ["reds", "4", f"{before:.1f}", f"{now:.1f}", f"{now - before:+.1f}"],
+        ["[/b]", "4", "", f"{bundle.record('[/b]').accuracy:.1f}", "new"],  # not taken for markup
+    ]
+    assert "[/b]: 2 classes" in said.out
+    assert "held-out photos" not in said.out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--name", "a\nb"], "a task's name must be 1 to 100 readable characters"),
+        (["--name", "reds"], "has a task 'reds' already"),
+        (["--name", "x", "--model", "resnet18"], "has model 'test_byobnet', which cannot be changed to 'resnet18'"),
+        (["--name", "x", "--weights", "w.pth"], "has its weights already; leave --weights out"),
+        (["--name", "x", "--means", "both"], "--means both: Input should be 'window' or 'phase'"),
+        (["--name", "x", "--lr", "0"], "--lr 0.0: Input should be greater than 0"),
+        (["--name", "x", "--lr", "1e20"], "the loss of task 'x' became"),
+        (["--name", "x", "--device", "abacus"], "device 'abacus' cannot be used"),
+    ],
+)
+def test_what_cannot_be_learned_is_said_in_one_message(confitune, photos, quick, taught, options, message):
+    path = taught(1)
+    before = contents(path)
+    assert message in refused(confitune("learn", photos("greens"), *["--bundle", path, *quick, *options]))
+    assert contents(path) == before
+
+
+def test_learn_without_photos(confitune, quick, taught_once, tmp_path):
+    said = confitune("learn", tmp_path / "none", "--name", "x", "--bundle", taught_once[1], *quick)
+    assert f"the folder {tmp_path / 'none'} is not there" in refused(said)
+
+
+def test_ctrl_c_leaves_the_bundle_as_it_was(confitune, photos, quick, taught, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    path = taught(1)
+    before = contents(path)
+    monkeypatch.setattr("confitune.engine.TaskFit.run", interrupted)
+    said = confitune("learn", photos("greens"), "--name", "greens", "--bundle", path, *quick)
+    assert said.code == 130
+    assert "stopped; the bundle is as it was" in said.err
+    assert contents(path) == before
+
+
+# ---- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def test_tasks_lists_what_there_is(confitune, taught_once):
+    bundle = Bundle.open(taught_once[3])
+    said = confitune("tasks", taught_once[3])
+    assert said.code == 0
+    assert rows(said.out) == [
+        [
+            name,
+            "3" if name == "stripes" else "2",
+            "24" if name == "stripes" else "16",
+            bundle.record(name).learned[:10],
+            f"{bundle.accuracy[name]:.1f}",
+            f"{bundle.bytes_of(name) / 1e3:,.0f}",
+        ]
+        for name in ("reds", "stripes", "greens")
+    ]
+
+
+def test_tasks_as_json(confitune, taught_once):
+    bundle = Bundle.open(taught_once[3])
+    found = json.loads(confitune("tasks", taught_once[3], "--json").out)
+    assert [entry["task"] for entry in found] == ["reds", "stripes", "greens"]
+    assert found[1] == {
+        "task": "stripes",
+        "classes": ["stripes 0", "stripes 1", "stripes 2"],
+        "images": 24,
+        "learned": bundle.record("stripes").learned,
+        "accuracy": bundle.accuracy["stripes"],
+        "bytes": bundle.bytes_of("stripes"),
+    }
+
+
+def test_tasks_renames(confitune, taught):
+    path = taught(2)
+    said = confitune("tasks", path, "--rename", "reds", "all [red] things")
+    assert said.code == 0
+    assert [row[0] for row in rows(said.out)] == ["all [red] things", "stripes"]
+    assert list(Bundle.open(path).tasks) == ["all [red] things", "stripes"]
+    assert "has no task 'reds'; it has 'all [red] things', 'stripes'" in refused(
+        confitune("tasks", path, "--rename", "reds", "x")
+    )
+
+
+def test_tasks_removes(confitune, taught):
+    path = taught(2)
+    said = confitune("tasks", path, "--remove", "reds", "--json")
+    assert [entry["task"] for entry in json.loads(said.out)] == ["stripes"]
+    assert list(Bundle.open(path).tasks) == ["stripes"]
+    assert "has no task 'reds'" in refused(confitune("tasks", path, "--remove", "reds"))
+
+
+def test_tasks_copies(confitune, taught):
+    path, other = taught(2), taught(2, "other")
+    assert confitune("tasks", path, "--remove", "reds").code == 0
+    said = confitune("tasks", path, "--copy", other, "reds")
+    assert said.code == 0
+    assert [row[0] for row in rows(said.out)] == ["stripes", "reds"]
+    state, expected = Bundle.open(path).task_state("reds"), Bundle.open(other).task_state("reds")
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
+    before = contents(path)
+    message = refused(confitune("tasks", path, "--copy", taught(3, "further"), "greens"))
+    assert "'greens' cannot be copied: the backbones of" in message
+    assert contents(path) == before
+
+
+def test_tasks_checks(confitune, taught_once):
+    checks = check_tasks(Bundle.open(taught_once[3]), "cpu")
+    said = confitune("tasks", taught_once[3], "--check", "--device", "cpu")
+    assert said.code == 0
+    assert [row[4] for row in rows(said.out)] == [f"{accuracy:.1f}" for accuracy in checks.accuracy.values()]
+    assert f"Without --task, {checks.guessed:.1f}% of these photos are given to the right task" in said.out
+    assert f"(by chance 33.3%), {checks.unknown:.1f}% to none" in said.out
+    found = json.loads(confitune("tasks", taught_once[3], "--check", "--device", "cpu", "--json").out)
+    assert {entry["task"]: entry["accuracy"] for entry in found} == checks.accuracy
+
+
+@pytest.mark.parametrize("command", [["tasks"], ["predict", "x.png"], ["export", "--task", "x"]], ids=lambda c: c[0])
+def test_no_bundle(confitune, tmp_path, command):
+    Path("x.png").touch()
+    message = refused(confitune(command[0], tmp_path / "none", *command[1:]))
+    assert message == f"{tmp_path / 'none'} holds no bundle: `confitune learn` makes one"
+
+
+# ---- predict ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def new(tmp_path, pictures):
+    """A folder with three pictures of greens, the first of them in a folder of its own."""
+    folder = tmp_path / "new [1]"
+    (folder / "deep").mkdir(parents=True)
+    for name, picture in zip(("deep/a.png", "b.png", "c.jpg"), pictures("greens"), strict=False):
+        picture.save(folder / name)
+    return folder
+
+
+def answers(said):
+    return [json.loads(line) for line in said.out.splitlines()]
+
+
+def test_predict_one_file(confitune, taught_once, new):
+    said = confitune("predict", taught_once[3], new / "b.png", "--task", "greens", "--device", "cpu")
+    assert said.code == 0
+    predictor = Predictor.from_bundle(taught_once[3], device="cpu")
+    (expected,) = predictor.predict(predictor.decode(new / "b.png")[None], ["greens"])
+    words = ", ".join(f"{name} {100 * share:.1f}%" for name, share in expected.classes)
+    assert said.out == f"{new / 'b.png'}: {words}\n"
+
+
+def test_predict_a_folder_as_json(confitune, taught_once, new):
+    said = confitune("predict", taught_once[3], new, "--task", "stripes", "--top", 2, "--json", "--device", "cpu")
+    assert said.code == 0
+    found = answers(said)
+    assert [entry["image"] for entry in found] == [str(new / name) for name in ("b.png", "c.jpg", "deep/a.png")]
+    for entry in found:
+        assert set(entry) == {"image", "task", "task_confidence", "classes"}
+        assert (entry["task"], entry["task_confidence"]) == ("stripes", None)
+        assert len(entry["classes"]) == 2
+        assert entry["classes"][0]["probability"] >= entry["classes"][1]["probability"]
+
+
+def test_predict_a_pattern_and_guess_the_task(confitune, taught_once, new):
+    folder = shutil.copytree(new, new.parent / "plain")
+    said = confitune("predict", taught_once[3], f"{folder}/**/*.png", "--json", "--device", "cpu")
+    assert said.code == 0
+    found = answers(said)
+    assert [entry["image"] for entry in found] == [str(folder / "b.png"), str(folder / "deep/a.png")]
+    predictor = Predictor.from_bundle(taught_once[3], device="cpu")
+    for entry in found:
+        ((task, confidence),) = predictor.guess(predictor.decode(Path(entry["image"]))[None])
+        assert entry["task"] == task
+        assert entry["task_confidence"] == pytest.approx(confidence, abs=1e-4)
+        assert bool(entry["classes"]) == (task is not None)
+
+
+def test_predict_says_in_words_what_it_guessed(confitune, taught_once, new, tmp_path):
+    predictor = Predictor.from_bundle(taught_once[3], device="cpu")
+    noise = torch.randint(0, 256, (300, 300), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    Image.fromarray(noise.numpy()).save(tmp_path / "noise.png")
+    said = confitune("predict", taught_once[3], *sorted(new.rglob("*.png")), tmp_path / "noise.png", "--device", "cpu")
+    assert said.code == 0
+    lines = said.out.splitlines()
+    for line, file in zip(lines, [*sorted(new.rglob("*.png")), tmp_path / "noise.png"], strict=True):
+        ((task, confidence),) = predictor.guess(predictor.decode(file)[None])
+        known = f"{task} ({100 * confidence:.0f}%): {task} "
+        assert line.startswith(f"{file}: " + (known if task else "unknown: it fits no task"))
+    assert lines[-1].endswith(": unknown: it fits no task")
+
+
+def test_predict_names_what_it_cannot_read_and_answers_the_rest(confitune, taught_once, new):
+    (new / "broken.png").write_bytes(b"broken")
+    Image.new("1", (9000, 9000)).save(new / "large.png")
+    said = confitune("predict", taught_once[3], new, "--task", "greens", "--json", "--device", "cpu")
+    assert said.code == 1
+    assert [Path(entry["image"]).name for entry in answers(said)] == ["b.png", "c.jpg", "a.png"]
+    assert f"cannot read the image {new / 'broken.png'}: " in said.err
+    assert "large.png: it has 9000 x 9000 pixels, more than 50 million" in said.err
+    assert said.err.endswith("2 of 5 images could not be read\n")
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["none.png"], "there is no image none.png"),
+        (["{new}/b.png", "--task", "birds"], "has no task 'birds'; it has 'reds', 'stripes', 'greens'"),
+    ],
+)
+def test_what_cannot_be_predicted_is_said(confitune, taught_once, new, options, message):
+    given = [option.format(new=new) for option in options]
+    assert message in refused(confitune("predict", taught_once[3], *given, "--device", "cpu"))
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+
+
+def test_export_to_onnx_and_run_it(confitune, taught, new):
+    pytest.importorskip("onnx")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    path = taught(3)
+    assert confitune("tasks", path, "--rename", "greens", "../green [1]").code == 0
+    said = confitune("export", path, "--task", "../green [1]")
+    assert said.code == 0
+    found = re.fullmatch(r"_green_1_\.onnx: equal to the bundle up to (\S+) on ten images\n", said.out)
+    assert float(found.group(1)) < 1e-3
+    assert [file.name for file in Path.cwd().iterdir()] == ["_green_1_.onnx"]
+    session = onnxruntime.InferenceSession("_green_1_.onnx", providers=["CPUExecutionProvider"])
+    predictor = Predictor.from_bundle(path, device="cpu")
+    pixels = predictor.decode(new / "b.png")[None]
+    (given,) = session.get_inputs()
+    (logits,) = session.run(None, {given.name: predictor.preprocess(pixels).contiguous().numpy()})
+    expected = torch.stack(predictor.logits(pixels, ["../green [1]"]))
+    assert torch.allclose(torch.from_numpy(logits), expected, atol=1e-3)
+    assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == ["greens 0", "greens 1"]
+
+
+def test_export_with_torch(confitune, taught_once, new):
+    said = confitune("export", taught_once[3], "--task", "stripes", "--to", "torch-export")
+    assert said.code == 0
+    assert said.out.startswith("stripes.pt2: equal to the bundle up to ")
+    predictor = Predictor.from_bundle(taught_once[3], device="cpu")
+    pixels = predictor.decode(new / "b.png")[None]
+    module = torch.export.load("stripes.pt2").module()
+    expected = torch.stack(predictor.logits(pixels, ["stripes"]))
+    assert torch.allclose(module(predictor.preprocess(pixels).contiguous()), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "greens", "--to", "tflite"], "cannot export to 'tflite': there are onnx, torch-export"),
+        (["--task", "birds"], "has no task 'birds'; it has 'reds', 'stripes', 'greens'"),
+    ],
+)
+def test_what_cannot_be_exported_is_said(confitune, taught_once, options, message):
+    assert message in refused(confitune("export", taught_once[3], *options))
+    assert list(Path.cwd().iterdir()) == []
+
+
+# ---- help ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "example"),
+    [
+        ("learn", "confitune learn photos/birds --name birds --bundle model"),
+        ("tasks", "confitune tasks model --check"),
+        ("predict", "confitune predict model new/*.jpg --task birds"),
+        ("serve", "confitune serve model"),
+        ("export", "confitune export model --task birds --to onnx --out birds.onnx"),
+    ],
+)
+def test_help_shows_an_example(confitune, command, example):
+    said = confitune(command, "--help")
+    assert said.code == 0
+    assert "Examples" in said.out
+    assert example in said.out
+
+
+def test_help_imports_no_torch():
+    program = (
+        "import sys\nfrom confitune.cli import main\n"
+        "for command in ('learn', 'tasks', 'predict', 'serve', 'export'):\n"
+        "    sys.argv = ['confitune', command, '--help']\n"
+        "    try:\n        main()\n    except SystemExit:\n        pass\n"
+        "print('HEAVY', sorted({'torch', 'timm', 'fastapi', 'onnx', 'numpy'} & set(sys.modules)))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "HEAVY []" in plain(done.stdout)
