@@ -404,8 +404,10 @@ def test_a_page_is_rewritten_between_its_markers_only(tmp_path, monkeypatch):
         "<!-- results/benchmarks/x.json floor -->\n",
     )
     (docs / "speed.md").write_text(f"before\n{begin}old\n<!-- end -->\nbetween\n{missing}<!-- end -->\nafter\n")
+    (docs / "deploy.md").write_text("nothing to show\n")
     monkeypatch.setattr(sys, "argv", ["show.py", "--results", str(results), "--docs", str(docs)])
     show.main()
+    assert (docs / "deploy.md").read_text() == "nothing to show\n"
     text = (docs / "speed.md").read_text()
     assert text.startswith(f"before\n{begin}![A whole sequence")
     assert text.endswith(f"<!-- end -->\nbetween\n{missing}Not measured yet.\n<!-- end -->\nafter\n")

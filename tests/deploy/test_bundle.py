@@ -220,7 +220,7 @@ def test_the_only_task_stays(taught):
     """A new task starts from the batch norm of the one before."""
     path = taught(1)
     bundle, before = Bundle.open(path), contents(path)
-    with bundle.changing(), pytest.raises(BundleError, match="the only task of .*: delete the folder instead"):
+    with bundle.changing(), pytest.raises(BundleError, match=r"the only task of .*: delete the folder instead"):
         bundle.remove_task("reds")
     assert contents(path) == before
 
