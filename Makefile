@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 DEMO_OUT ?= demo-run
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n auto
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +19,7 @@ setup: $(INSTALLED) ## create .venv with all dependencies
 demo: $(INSTALLED) ## run the default experiment into demo-run/ (again: print its table)
 	$(BIN)/confitune run --out $(DEMO_OUT) --resume
 
-test: lint ## lint, types, import contracts, then all tests (PYTEST_ARGS="-n 4 -k metrics" to choose)
+test: lint ## lint, types, import contracts, then all tests (PYTEST_ARGS="-k metrics" to choose)
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## ruff, mypy and the import contracts

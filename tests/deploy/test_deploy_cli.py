@@ -391,3 +391,22 @@ def test_help_imports_no_torch():
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert "HEAVY []" in plain(done.stdout)
+
+
+def test_the_pages_python_example_runs(taught, pictures, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    bundle = Bundle.open(taught(2))
+    with bundle.changing():
+        bundle.rename_task("reds", "birds")
+        bundle.rename_task("stripes", "trees")
+    (tmp_path / "new").mkdir()
+    for name, task in (("a", "reds"), ("b", "stripes"), ("c", "stripes")):
+        pictures(task, 1)[0].save(tmp_path / "new" / f"{name}.jpg", quality=100)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "deploy.md", "exec"), {})
+    first, guessed, last = eval(capsys.readouterr().out)
+    assert (first[0], last[0]) == ("birds", "trees")
+    assert guessed[0] in ("birds", "trees", None)
+    assert first[1][0][0] in bundle.record("birds").classes
+    assert 0.5 <= first[1][0][1] <= 1  # the better of two classes
