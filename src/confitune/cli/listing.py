@@ -1,9 +1,10 @@
-"""Commands that list what there is: models and methods."""
+"""Commands that look at what there is: models, methods, and folders this program wrote."""
 
 from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -81,3 +82,40 @@ def methods_command(
         typer.echo(json.dumps(found[0] if name else found, indent=1))
     else:
         Console().print(method_page(reports[0]) if name else methods_table(reports))
+
+
+@app.command(name="doctor")
+def doctor_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a bundle, a folder of runs, or one of decoded images")],
+    repair: Annotated[bool, Option("--repair", help="mend what can be mended; what is whole is never removed")] = False,
+) -> None:
+    """Say what is in a folder, compare every file with its checksum, and mend what can be mended.
+
+    The exit code is 1 if something is wrong that --repair has not mended.
+
+    [bold]Examples[/bold]
+
+      confitune doctor model
+
+      confitune doctor confitune-run --repair
+    """
+    from confitune.experiments import examine
+
+    console = Console()
+    found = examine(folder, repair)
+    console.print(f"{folder}: {found.kind}", markup=False, highlight=False, soft_wrap=True)
+    for line in found.contents:
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    left = 0
+    for finding in found.findings:
+        mended = repair and finding.remedy is not None
+        left += not mended
+        done = (
+            finding.remedy if mended else f"--repair: {finding.remedy}" if finding.remedy else "cannot be mended here"
+        )
+        style = "green" if mended else "red"
+        console.print(f"{finding.problem}: {done}", style=style, markup=False, highlight=False, soft_wrap=True)
+    if not found.findings:
+        console.print("everything is whole", style="green")
+    if left:
+        raise typer.Exit(1)

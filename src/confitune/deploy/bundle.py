@@ -287,20 +287,21 @@ class Bundle:
         if head is not None and head.backbone != backbone:
             path_of(self.path / BACKBONES, head.backbone).unlink(missing_ok=True)
 
-    def _sweep(self) -> None:
-        """Delete what a process left that did not come to its commit."""
+    def leftovers(self) -> list[Path]:
+        """Files of a change that did not come to its commit; the next change deletes them."""
         keep = set() if self._head is None else {path_of(self.path / BACKBONES, self._head.backbone)}
         for record in self._tasks.values():
             keep.add(path_of(self.path / TASKS, record.file))
             if record.held_out is not None:
                 keep.add(path_of(self.path / HELD_OUT, record.held_out))
+        found = [path for path in self.path.glob("*.partial") if _PARTIAL.fullmatch(path.name)]
         for folder in (BACKBONES, TASKS, HELD_OUT):
-            for path in (self.path / folder).glob("*"):
-                if path not in keep and _is_own(path.name):
-                    path.unlink()
-        for path in self.path.glob("*.partial"):
-            if _PARTIAL.fullmatch(path.name):
-                path.unlink()
+            found += [path for path in (self.path / folder).glob("*") if path not in keep and _is_own(path.name)]
+        return sorted(found)
+
+    def _sweep(self) -> None:
+        for path in self.leftovers():
+            path.unlink()
 
 
 def new_network(network: Network) -> ContinualNet:

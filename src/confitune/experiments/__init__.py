@@ -1,5 +1,6 @@
 """Recipe -> runs -> summary and pictures."""
 
+from confitune.experiments.doctor import Examination, Finding, examine
 from confitune.experiments.local import run_folder
 from confitune.experiments.method_tables import method_page, methods_table
 from confitune.experiments.methods import MethodReport, OptionReport, report_method, report_methods
@@ -13,6 +14,8 @@ from confitune.experiments.summary import collect_results, draw_pictures, summar
 from confitune.experiments.tune import edge_note, run_search, search_table
 
 __all__ = [
+    "Examination",
+    "Finding",
     "MethodReport",
     "ModelReport",
     "OptionReport",
@@ -23,6 +26,7 @@ __all__ = [
     "collect_results",
     "draw_pictures",
     "edge_note",
+    "examine",
     "make_recipe",
     "matching_models",
     "merge_options",

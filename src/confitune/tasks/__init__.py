@@ -9,6 +9,7 @@ from confitune.tasks.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from confitune.tasks.progress import Progress
 from confitune.tasks.rgb import is_image_name, open_rgb
 from confitune.tasks.sequence import TaskSequence
+from confitune.tasks.store import damaged_stores
 from confitune.tasks.task import Images, Task
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Task",
     "TaskSequence",
     "UnreadableImageError",
+    "damaged_stores",
     "dataset_info",
     "exclusive",
     "is_image_name",

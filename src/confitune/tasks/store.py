@@ -121,6 +121,20 @@ def _read(place: Path, shape: tuple[int, ...]) -> Tensor | None:
     return torch.from_file(str(pixels), shared=False, size=size, dtype=torch.uint8).view(shape)
 
 
+def damaged_stores(cache: Path) -> list[Path]:
+    """Stores in `cache` that are not what was written; `open_store` would build them again."""
+    return [path for path in sorted(cache.glob("*.u8")) if not _whole(path)]
+
+
+def _whole(pixels: Path) -> bool:
+    try:
+        header = json.loads(pixels.with_suffix(".json").read_text())
+        size = math.prod(header["shape"])
+        return pixels.stat().st_size == size and _checksum(pixels) == header["blake2b"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def _checksum(path: Path) -> str:
     digest = blake2b(digest_size=32)
     with path.open("rb") as file:

@@ -1,0 +1,152 @@
+"""What is in a folder that this program wrote, whether it is whole, and what can be mended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from confitune.deploy import Bundle, BundleError
+from confitune.deploy.held_out import decode_kept
+from confitune.engine import BEFORE, CHECKPOINT, RunResult
+from confitune.errors import ConfituneError
+from confitune.experiments.local import RESULT
+from confitune.files import DamagedFileError, read_sealed
+from confitune.tasks import damaged_stores
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it should be.
+
+    Attributes:
+        problem: what, with the file's name.
+        remedy: what `repair` does about it, or has done; None: nothing can be done here.
+    """
+
+    problem: str
+    remedy: str | None = None
+
+
+@dataclass
+class Examination:
+    """What was found in a folder."""
+
+    kind: str  # 'bundle', 'runs' or 'image store'
+    contents: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+
+def examine(folder: Path, repair: bool = False) -> Examination:
+    """Read everything below a folder and compare it with its checksums.
+
+    Args:
+        folder: a bundle, a folder that `run`, `tune` or `reproduce` wrote, or one of decoded images.
+        repair: do what the findings' remedies say. Nothing that is whole is ever removed.
+    """
+    if not folder.is_dir():
+        raise ConfituneError(f"there is no folder {folder}")
+    if Bundle.exists(folder):
+        return _examine_bundle(folder, repair)
+    runs = sorted({path.parent for name in (RESULT, CHECKPOINT, BEFORE) for path in folder.rglob(name)})
+    if runs:
+        return _examine_runs(folder, runs, repair)
+    if any(folder.glob("*.u8")):
+        return _examine_store(folder, repair)
+    raise ConfituneError(f"{folder} holds no bundle, no runs and no decoded images")
+
+
+def _examine_bundle(folder: Path, repair: bool) -> Examination:
+    found = Examination("bundle")
+    try:
+        bundle = Bundle.open(folder)
+    except BundleError as error:
+        found.findings.append(Finding(str(error)))
+        return found
+    network = bundle.network
+    about = f"{network.model}, {network.means} means, {network.size} pixels"
+    found.contents.append(f"{about}, last changed {bundle.written}")
+    try:
+        bundle.load_network()
+    except ConfituneError as error:
+        found.findings.append(Finding(str(error)))
+    for task, record in bundle.tasks.items():
+        found.contents.append(f"task {task!r}: {len(record.classes)} classes, {record.file.bytes:,} bytes")
+        try:
+            bundle.task_state(task)
+            kept = bundle.held_out(task)
+            if kept is not None:
+                decode_kept(kept, task)
+        except ConfituneError as error:
+            found.findings.append(Finding(f"task {task!r}: {error}"))
+    for path in bundle.leftovers():
+        found.findings.append(Finding(f"{path} is left from a change that broke off", "deleted"))
+    if repair and found.findings:
+        with bundle.changing():
+            pass  # what broke off is swept away
+    return found
+
+
+def _examine_runs(folder: Path, runs: list[Path], repair: bool) -> Examination:
+    found = Examination("runs")
+    for run in runs:
+        state = "finished" if (run / RESULT).exists() else "broken off"
+        found.contents.append(f"{run.relative_to(folder)}: {state}")
+        for finding, mend in _run_problems(run):
+            found.findings.append(finding)
+            if repair and mend is not None:
+                source, target = mend
+                if target is None:
+                    source.unlink()
+                else:
+                    os.replace(source, target)
+    return found
+
+
+Mend = tuple[Path, Path | None]  # rename the first to the second, or delete it
+
+
+def _run_problems(run: Path) -> Iterator[tuple[Finding, Mend | None]]:
+    newest, before, result = run / CHECKPOINT, run / BEFORE, run / RESULT
+    whole = {path: _sealed(path) for path in (newest, before) if path.exists()}
+    if result.exists():
+        try:
+            RunResult.load(result)
+        except ConfituneError as error:
+            aside = result.with_name(f"{RESULT}.damaged")
+            again = "the same command with --resume makes it again"
+            yield Finding(_first_line(error), f"put aside as {aside.name}; {again}"), (result, aside)
+    if whole.get(newest) is False and whole.get(before):
+        yield Finding(f"{newest} is damaged", f"replaced by {BEFORE}, which is whole"), (before, newest)
+    elif whole.get(newest) is False:
+        yield (
+            Finding(f"{newest} is damaged, and none before it is whole", "deleted: the run starts anew"),
+            (newest, None),
+        )
+    if whole.get(before) is False:
+        yield Finding(f"{before} is damaged", "deleted"), (before, None)
+    for partial in sorted(run.glob("*.partial")):
+        yield Finding(f"{partial} is left from a file that was not finished", "deleted"), (partial, None)
+
+
+def _sealed(path: Path) -> bool:
+    try:
+        read_sealed(path)
+    except DamagedFileError:
+        return False
+    return True
+
+
+def _examine_store(folder: Path, repair: bool) -> Examination:
+    found = Examination("image store")
+    found.contents += [f"{path.name}: {path.stat().st_size / 1e6:,.0f} MB" for path in sorted(folder.glob("*.u8"))]
+    for path in damaged_stores(folder):
+        found.findings.append(Finding(f"{path} is damaged", "deleted; its images are decoded again when needed"))
+        if repair:
+            path.unlink()
+    return found
+
+
+def _first_line(error: ConfituneError) -> str:
+    return str(error).splitlines()[0]
