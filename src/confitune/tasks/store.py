@@ -130,7 +130,7 @@ def _whole(pixels: Path) -> bool:
     try:
         header = json.loads(pixels.with_suffix(".json").read_text())
         size = math.prod(header["shape"])
-        return pixels.stat().st_size == size and _checksum(pixels) == header["blake2b"]
+        return bool(pixels.stat().st_size == size and _checksum(pixels) == header["blake2b"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
