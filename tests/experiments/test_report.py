@@ -442,6 +442,8 @@ def test_the_command_refuses_in_one_message(tmp_path, monkeypatch, capsys):
 
 def test_templates_are_installed_with_the_package():
     declared = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    folder = Path(cli.__file__).parent / "experiments" / "report"
-    for kind in {path.suffix for path in folder.iterdir() if path.is_file()} - {".py"}:
+    folder = Path(cli.__file__).parents[1] / "experiments" / "report"
+    kinds = {path.suffix for path in folder.iterdir() if path.is_file()} - {".py"}
+    assert kinds == {".html", ".css", ".js"}
+    for kind in kinds:
         assert f'"experiments/report/*{kind}"' in declared
