@@ -84,7 +84,7 @@ MOMENTS = {
     "half of the held-out images": (("os", "fsync", 3, "torn"), ["held-out partial", TASK]),
     "before the new task is checked": ((LEARN, "accuracy_on", 3, "before"), [HELD_OUT, TASK]),
     "half of the backbone": (("os", "fsync", 5, "torn"), ["backbones partial", HELD_OUT, TASK]),
-    "before the index": ((BUNDLE, "_append", 1, "before"), [BACKBONE, HELD_OUT, TASK]),
+    "before the index": ((BUNDLE, "append_at", 1, "before"), [BACKBONE, HELD_OUT, TASK]),
     "half of the index": (("os", "fsync", 7, "torn"), [BACKBONE, HELD_OUT, "index longer", TASK]),
     "the head not renamed": (
         ("os", "replace", 4, "before"),

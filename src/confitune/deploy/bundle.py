@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import re
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -22,7 +19,6 @@ from confitune.deploy.format import (
     HELD_OUT,
     INDEX,
     LOCK,
-    NAME_LENGTH,
     TASKS,
     Added,
     BundleError,
@@ -40,14 +36,12 @@ from confitune.deploy.format import (
     head_from_bytes,
     head_to_bytes,
 )
+from confitune.deploy.layout import append_at, check_name, foreign_files, own_files
 from confitune.engine import versions
 from confitune.errors import ConfituneError
 from confitune.files import write_whole
 from confitune.nn import ContinualNet, build_model
 from confitune.tasks import exclusive
-
-_STORED = re.compile(r"[0-9a-f]{64}\.safetensors")
-_PARTIAL = re.compile(r"([0-9a-f]{64}|bundle)\.[0-9a-f]{32}\.partial")
 
 
 class Bundle:
@@ -151,7 +145,7 @@ class Bundle:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BundleError(f"{self.path} cannot be made: {error}; choose another folder") from error
-        if not Bundle.exists(self.path) and (foreign := _foreign(self.path)):
+        if not Bundle.exists(self.path) and (foreign := foreign_files(self.path)):
             raise BundleError(f"{self.path} is no bundle but holds {', '.join(foreign[:3])}: choose an empty folder")
         with exclusive(self.path / LOCK, busy):
             if Bundle.exists(self.path):
@@ -270,7 +264,7 @@ class Bundle:
         else:
             backbone, lineage = self._committed.backbone, self._committed.lineage
         start, chain = (0, EMPTY) if head is None else (head.index_bytes, head.index_chain)
-        _append(self.path / INDEX, start, b"".join(lines))
+        append_at(self.path / INDEX, start, b"".join(lines))
         new = Head(
             network=self.network,
             backbone=backbone,
@@ -294,10 +288,7 @@ class Bundle:
             keep.add(path_of(self.path / TASKS, record.file))
             if record.held_out is not None:
                 keep.add(path_of(self.path / HELD_OUT, record.held_out))
-        found = [path for path in self.path.glob("*.partial") if _PARTIAL.fullmatch(path.name)]
-        for folder in (BACKBONES, TASKS, HELD_OUT):
-            found += [path for path in (self.path / folder).glob("*") if path not in keep and _is_own(path.name)]
-        return sorted(found)
+        return [path for path in own_files(self.path) if path not in keep]
 
     def _sweep(self) -> None:
         for path in self.leftovers():
@@ -309,34 +300,6 @@ def new_network(network: Network) -> ContinualNet:
     return ContinualNet(build_model(network.model), means=network.means)
 
 
-def check_name(task: str) -> str:
-    """A task's name that is one line of readable text.
-
-    >>> check_name("birds of Samoa")
-    'birds of Samoa'
-    >>> check_name("birds\\n")
-    Traceback (most recent call last):
-    confitune.deploy.format.BundleError: a task's name must be 1 to 100 readable characters: got 'birds\\n'
-    """
-    readable = all(unicodedata.category(c) not in ("Zl", "Zp") and unicodedata.category(c)[0] != "C" for c in task)
-    if not (0 < len(task) <= NAME_LENGTH and readable and task == task.strip()):
-        raise BundleError(f"a task's name must be 1 to {NAME_LENGTH} readable characters: got {task[:200]!r}")
-    return task
-
-
-def _foreign(path: Path) -> list[str]:
-    """What is in a folder that no bundle writes."""
-    usual = {LOCK, INDEX, BACKBONES, TASKS, HELD_OUT}
-    found = [e.name for e in path.iterdir() if e.name not in usual and not _PARTIAL.fullmatch(e.name)]
-    for folder in (BACKBONES, TASKS, HELD_OUT):
-        found += [f"{folder}/{e.name}" for e in (path / folder).glob("*") if not _is_own(e.name)]
-    return sorted(found)
-
-
-def _is_own(name: str) -> bool:
-    return bool(_STORED.fullmatch(name) or _PARTIAL.fullmatch(name))
-
-
 def _read_head(path: Path) -> Head:
     try:
         return head_from_bytes((path / HEAD).read_bytes(), str(path / HEAD))
@@ -344,13 +307,3 @@ def _read_head(path: Path) -> Head:
         raise BundleError(f"{path} holds no bundle: `confitune learn` makes one") from None
     except OSError as error:
         raise ConfituneError(f"{path / HEAD} cannot be read: {error}") from error
-
-
-def _append(path: Path, start: int, data: bytes) -> None:
-    """Write at `start`, over whatever a broken-off commit left there."""
-    with path.open("r+b" if path.exists() else "xb") as out:
-        out.truncate(start)
-        out.seek(start)
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())

@@ -13,10 +13,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from confitune.deploy.bundle import Bundle, check_name
+from confitune.deploy.bundle import Bundle
 from confitune.deploy.fitting import Fit, logits_and_distances
 from confitune.deploy.format import BundleError, Network, TaskRecord
 from confitune.deploy.held_out import accuracy_on, keep_some
+from confitune.deploy.layout import check_name
 from confitune.engine import Executor, Listener, TaskFit, TrainSettings, batches, evaluate
 from confitune.methods import METHODS, Method
 from confitune.nn import ContinualNet, create_backbone
