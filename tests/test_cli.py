@@ -619,3 +619,25 @@ def test_help_of_tune_and_methods_teaches_and_imports_no_torch(command):
         "methods": ["confitune methods ewc", "--json"],
     }
     assert all(word in said for word in expected[command])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs limits on the size of files")
+def test_a_disk_that_is_full_is_said_and_what_was_there_stays(ran):
+    out, arguments = ran
+    before = contents(out)
+    more = [*map(str, arguments), "--resume", "--seeds", "2"]
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
+        f"from confitune.cli import main; sys.argv = ['confitune', *{more!r}]; main()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "200"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "File too large" in done.stderr
+    after = contents(out)
+    kept = [path for path in before if path.name in ("result.json", "checkpoint.pt", "checkpoint.before.pt")]
+    assert len(kept) >= 4
+    assert all(after[path] == before[path] for path in kept)
+    assert not list(out.rglob("*.partial"))
