@@ -4,34 +4,19 @@ import io
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from confitune.deploy import Prediction, TaskInfo
 from confitune.deploy.server import Limits, running_server
 from confitune.errors import ConfituneError
 from confitune.tasks import open_rgb
 
 httpx = pytest.importorskip("httpx", reason="pip install httpx")
 pytest.importorskip("fastapi", reason="pip install 'confitune[serve]'")
-
-
-@dataclass(frozen=True)
-class TaskInfo:
-    classes: tuple[str, ...]
-    accuracy: float | None
-    images: int
-    learned: str
-
-
-@dataclass(frozen=True)
-class Prediction:
-    task: str | None
-    task_confidence: float | None
-    classes: tuple[tuple[str, float], ...]
 
 
 class Colours:

@@ -7,13 +7,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from confitune.deploy import Prediction, TaskInfo
 from confitune.deploy.server import Limits, running_server
 from confitune.tasks import open_rgb
 
@@ -25,21 +25,6 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; on D
 
 EVIL = "<img src=x onerror=window.hacked=1>"
 LONG = "a bird with a name that is longer than a telephone is wide"
-
-
-@dataclass(frozen=True)
-class TaskInfo:
-    classes: tuple[str, ...]
-    accuracy: float | None
-    images: int
-    learned: str
-
-
-@dataclass(frozen=True)
-class Prediction:
-    task: str | None
-    task_confidence: float | None
-    classes: tuple[tuple[str, float], ...]
 
 
 class Colours:

@@ -13,6 +13,7 @@ from confitune.deploy.export import check_export, export_onnx, export_torch
 from confitune.deploy.format import BundleError
 from confitune.deploy.held_out import decode_kept
 from confitune.deploy.predictor import Predictor
+from confitune.tasks import CROP
 
 _ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
 _COMPARED = 10  # images
@@ -43,4 +44,4 @@ def _some_images(bundle: Bundle, task: str) -> Tensor:
     if kept is not None and len(kept["labels"]):
         return torch.stack(decode_kept(kept, task)[:_COMPARED])
     chance = torch.Generator().manual_seed(0)
-    return torch.randint(0, 256, (_COMPARED, 3, 224, 224), dtype=torch.uint8, generator=chance)
+    return torch.randint(0, 256, (_COMPARED, 3, CROP, CROP), dtype=torch.uint8, generator=chance)

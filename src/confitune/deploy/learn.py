@@ -21,7 +21,7 @@ from confitune.deploy.layout import check_name
 from confitune.engine import Executor, Listener, TaskFit, TrainSettings, batches, evaluate
 from confitune.methods import METHODS, Method
 from confitune.nn import ContinualNet, create_backbone
-from confitune.tasks import Images, Preprocess, Progress, Task, load_folder_task
+from confitune.tasks import CROP, Images, Preprocess, Progress, Task, load_folder_task
 
 _FITTED = 256  # training images, and as many test images, that a task's fit is taken from
 
@@ -199,7 +199,7 @@ def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualN
         means=settings.means or "window",
         mean=backbone.mean,  # type: ignore[arg-type]
         std=backbone.std,  # type: ignore[arg-type]
-        size=settings.size or 224,
+        size=settings.size or CROP,
         weights=backbone.weights,
         weights_sha256=backbone.weights_sha256,
     )

@@ -72,7 +72,7 @@ class Predictor:
             }
         )
         network = bundle.network
-        self.preprocess = Preprocess(network.mean, network.std, None if network.size == 224 else network.size)
+        self.preprocess = Preprocess.of_cut(network.mean, network.std, network.size)
         self._pipeline = Pipeline()
         self._net = bundle.load_network().to(self.device).to(memory_format=torch.channels_last).eval()
         self._loaded: OrderedDict[str, Fit | None] = OrderedDict()  # the one used last is the last

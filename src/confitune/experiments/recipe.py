@@ -14,7 +14,7 @@ from confitune.engine import TrainOptions, TrainSettings
 from confitune.errors import ConfituneError
 from confitune.experiments.paper import chosen_options
 from confitune.methods import METHODS, PENALTIES, Method, create_method
-from confitune.tasks import dataset_info
+from confitune.tasks import Progress, TaskSequence, dataset_info, load_tasks
 
 
 class Recipe(TrainOptions):
@@ -57,6 +57,21 @@ class Recipe(TrainOptions):
         known = chosen_options(self.dataset)
         parts = {*known, *self.options}
         return create_method(name, {part: {**known.get(part, {}), **self.options.get(part, {})} for part in parts})
+
+    def load_tasks(self, mean: Sequence[float], std: Sequence[float], progress: Progress | None = None) -> TaskSequence:
+        """The dataset's tasks, all their training images included; see `confitune.tasks.load_tasks`."""
+        return load_tasks(
+            self.dataset,
+            mean=mean,
+            std=std,
+            data_dir=self.data_dir,
+            cache_dir=self.cache_dir,
+            pipeline=self.pipeline,
+            order_seed=self.order_seed,
+            tasks=self.tasks,
+            classes_per_task=self.classes_per_task,
+            progress=progress,
+        )
 
     def train_settings(self, seed: int, method: str | None = None) -> TrainSettings:
         """Settings of the run with this seed; a method's own hold where the recipe does not say otherwise."""

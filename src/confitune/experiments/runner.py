@@ -14,7 +14,7 @@ from confitune.experiments.local import RESULT, LocalRuns, Run, Watch, run_folde
 from confitune.experiments.recipe import Recipe
 from confitune.experiments.summary import write_summary
 from confitune.nn import Backbone, create_backbone, require_batch_norm
-from confitune.tasks import TaskSequence, load_tasks
+from confitune.tasks import TaskSequence
 
 
 def run_recipe(
@@ -79,18 +79,7 @@ def load_backbone(recipe: Recipe) -> Backbone:
 def load_sequence(recipe: Recipe, backbone: Backbone, console: Console) -> TaskSequence:
     """The recipe's tasks, with a progress bar while images are decoded."""
     with decoding_bar(console) as bar:
-        sequence = load_tasks(
-            recipe.dataset,
-            mean=backbone.mean,
-            std=backbone.std,
-            data_dir=recipe.data_dir,
-            cache_dir=recipe.cache_dir,
-            pipeline=recipe.pipeline,
-            order_seed=recipe.order_seed,
-            tasks=recipe.tasks,
-            classes_per_task=recipe.classes_per_task,
-            progress=bar,
-        )
+        sequence = recipe.load_tasks(backbone.mean, backbone.std, bar)
     return sequence.validating(recipe.held_out, recipe.order_seed) if recipe.held_out is not None else sequence
 
 

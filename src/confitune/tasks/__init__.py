@@ -4,7 +4,7 @@ from confitune.tasks.catalog import DATASETS, DatasetInfo, dataset_info
 from confitune.tasks.errors import DataError, DataMissingError, StoreError, UnreadableImageError
 from confitune.tasks.load import load_folder_task, load_tasks
 from confitune.tasks.lock import exclusive
-from confitune.tasks.pipelines import Pipeline
+from confitune.tasks.pipelines import CROP, Pipeline
 from confitune.tasks.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from confitune.tasks.progress import Progress
 from confitune.tasks.rgb import is_image_name, open_rgb
@@ -13,6 +13,7 @@ from confitune.tasks.store import damaged_stores
 from confitune.tasks.task import Images, Task
 
 __all__ = [
+    "CROP",
     "DATASETS",
     "IMAGENET_MEAN",
     "IMAGENET_STD",

@@ -109,7 +109,7 @@ def load_folder_task(
     images = read_dataset(info.name, folder.expanduser(), download=False)
     cache = (cache_dir or _home("CACHE", "store")).expanduser()
     pixels = open_store(_store_name(info, folder), images.folder, images.files, Pipeline(), cache, progress)
-    ready = Preprocess(tuple(mean), tuple(std), None if size == CROP else size)
+    ready = Preprocess.of_cut(mean, std, size)
     return _task(name, images, range(len(images.classes)), pixels, ready)
 
 

@@ -6,6 +6,7 @@ Images are stored as bytes (see `store.py`); this is the last step, done batch b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from confitune.tasks.errors import DataError
+from confitune.tasks.pipelines import CROP
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -39,6 +41,11 @@ class Preprocess:
     std: tuple[float, ...]
     resize: int | None = None
     crop: int | None = None
+
+    @classmethod
+    def of_cut(cls, mean: Sequence[float], std: Sequence[float], size: int) -> Preprocess:
+        """For images that were cut to `CROP` pixels square: resized where the network takes another size."""
+        return cls(tuple(mean), tuple(std), None if size == CROP else size)
 
     def __post_init__(self) -> None:
         if len(self.mean) != 3 or len(self.std) != 3:

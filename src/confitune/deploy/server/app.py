@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from confitune.deploy.predictor import Predictor
 from confitune.deploy.server.batching import Batcher
-from confitune.deploy.server.contract import ServedPredictor
 from confitune.deploy.server.limits import Limits
 from confitune.deploy.server.packages import require_server_packages
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 
-def create_app(predictor: ServedPredictor, limits: Limits | None = None) -> FastAPI:
+def create_app(predictor: Predictor, limits: Limits | None = None) -> FastAPI:
     """A predictor as an ASGI app, for any server of such apps; `serve` runs it with uvicorn.
 
     Its threads start and end with the app's lifespan. Limits of connections are the server's: `serve` sets them.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from confitune.deploy.server.contract import ServedPrediction, ServedPredictor
+from confitune.deploy.predictor import Prediction, Predictor
 from confitune.deploy.server.limits import Limits
 from confitune.deploy.server.refusal import Refusal
 from confitune.errors import ConfituneError
@@ -33,7 +33,7 @@ class _Job:
     data: bytes
     task: str | None
     top: int
-    answer: Future[ServedPrediction] = field(default_factory=Future)
+    answer: Future[Prediction] = field(default_factory=Future)
     pixels: Tensor | None = None
     ready_at: float = 0.0
 
@@ -48,14 +48,14 @@ class Batcher:
     """
 
     def __init__(
-        self, predictor: ServedPredictor, limits: Limits, on_batch: Callable[[int, float], None] = lambda *_: None
+        self, predictor: Predictor, limits: Limits, on_batch: Callable[[int, float], None] = lambda *_: None
     ) -> None:
         self._predictor = predictor
         self._limits = limits
         self._on_batch = on_batch
         self._changed = threading.Condition()
         self._ready: deque[_Job] = deque()
-        self._unanswered: set[Future[ServedPrediction]] = set()
+        self._unanswered: set[Future[Prediction]] = set()
         self._waiting = 0
         self._seconds_an_image = 0.0
         self._open = False
@@ -94,7 +94,7 @@ class Batcher:
 
     def submit(
         self, images: Sequence[tuple[str, bytes]], tasks: Sequence[str | None], top: int
-    ) -> list[Future[ServedPrediction]]:
+    ) -> list[Future[Prediction]]:
         """Let in a request's images, all or none: (name, file) each, with its task or None to guess it.
 
         A future that is cancelled before its image is in a batch costs no more work.
@@ -123,7 +123,7 @@ class Batcher:
         if self._worker.ident is not None:
             self._worker.join(max(1.0, seconds))
 
-    def _answered(self, answer: Future[ServedPrediction]) -> None:
+    def _answered(self, answer: Future[Prediction]) -> None:
         with self._changed:
             self._unanswered.discard(answer)
             self._changed.notify_all()
@@ -185,7 +185,7 @@ class Batcher:
             _settle(job.answer, prediction)
 
 
-def _settle(answer: Future[ServedPrediction], outcome: ServedPrediction | Exception) -> None:
+def _settle(answer: Future[Prediction], outcome: Prediction | Exception) -> None:
     """Answer, unless nobody waits any more or the answer was given while the server closed."""
     try:
         if isinstance(outcome, Exception):

@@ -13,9 +13,9 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 
+from confitune.deploy.predictor import Prediction, Predictor
 from confitune.deploy.server.answers import documented
 from confitune.deploy.server.batching import Batcher
-from confitune.deploy.server.contract import ServedPrediction, ServedPredictor
 from confitune.deploy.server.forms import Sent, read_sent
 from confitune.deploy.server.limits import Limits
 from confitune.deploy.server.metrics import Metrics
@@ -59,7 +59,7 @@ _BODY: dict[str, Any] = {
 }
 
 
-def add_routes(app: FastAPI, predictor: ServedPredictor, batcher: Batcher, metrics: Metrics, limits: Limits) -> None:
+def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, metrics: Metrics, limits: Limits) -> None:
     """The programs' side of an app."""
 
     @app.post(
@@ -117,7 +117,7 @@ def add_routes(app: FastAPI, predictor: ServedPredictor, batcher: Batcher, metri
         return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def _tasks_of(sent: Sent, queried: list[str], predictor: ServedPredictor) -> list[str | None]:
+def _tasks_of(sent: Sent, queried: list[str], predictor: Predictor) -> list[str | None]:
     """One task for each image, None to guess it."""
     count = len(sent.images)
     if not count:
@@ -140,9 +140,7 @@ def _top_of(sent: Sent, queried: int) -> int:
     return int(text)
 
 
-async def _wait(
-    request: Request, answers: Sequence[Future[ServedPrediction]], seconds: float
-) -> list[ServedPrediction]:
+async def _wait(request: Request, answers: Sequence[Future[Prediction]], seconds: float) -> list[Prediction]:
     """All answers; if one fails, takes too long or the client leaves, the others cost no more work."""
     found = asyncio.gather(*map(asyncio.wrap_future, answers))
     found.add_done_callback(_retrieved)
@@ -173,7 +171,7 @@ async def _client_leaves(request: Request) -> None:
         pass
 
 
-def _shown(name: str, prediction: ServedPrediction, top: int) -> ImagePrediction:
+def _shown(name: str, prediction: Prediction, top: int) -> ImagePrediction:
     return ImagePrediction(
         image=name,
         task=prediction.task,

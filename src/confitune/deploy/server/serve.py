@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from confitune.deploy.predictor import Predictor
 from confitune.deploy.server.app import create_app
-from confitune.deploy.server.contract import ServedPredictor
 from confitune.deploy.server.limits import Limits
 from confitune.deploy.server.packages import require_server_packages
 from confitune.errors import ConfituneError
@@ -24,7 +24,7 @@ _MORE_SECONDS = 2.0  # for answers to be written after the last image
 
 
 def serve(
-    predictor: ServedPredictor,
+    predictor: Predictor,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -50,7 +50,7 @@ def serve(
 
 @contextmanager
 def running_server(
-    predictor: ServedPredictor, *, host: str = "127.0.0.1", port: int = 0, limits: Limits | None = None
+    predictor: Predictor, *, host: str = "127.0.0.1", port: int = 0, limits: Limits | None = None
 ) -> Iterator[str]:
     """The server in a thread of this program, stopped at the end of the block; gives its address."""
     require_server_packages()
@@ -98,7 +98,7 @@ def _address(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _server(predictor: ServedPredictor, limits: Limits) -> uvicorn.Server:
+def _server(predictor: Predictor, limits: Limits) -> uvicorn.Server:
     import uvicorn
 
     from confitune.deploy.server.connections import DrainingServer, bounded_protocol

@@ -34,7 +34,7 @@ def reproduce(
         raise ConfituneError(f"nothing to reproduce called {', '.join(unknown)}: there are {', '.join(WHATS)} and all")
     wanted = WHATS if "all" in whats else tuple(dict.fromkeys(whats))
     parts = {what: parts_of(what, scope) for what in wanted}
-    watched = _places(parts_of("shift", scope)) if set(ABLATION) & set(scope.chosen(ABLATION)) else set()
+    watched = _places(parts_of("shift", scope)) if scope.chosen(ABLATION) else set()
     failures = _run_missing([part for needed in parts.values() for part in needed], watched, parallel_seeds, console)
     outcomes = []
     for what in wanted:

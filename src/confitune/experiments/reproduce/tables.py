@@ -16,7 +16,7 @@ from confitune.experiments.reproduce.plan import Part, Scope, by_dataset, result
 from confitune.experiments.search import plan_search, value_text
 from confitune.experiments.tune import run_search
 from confitune.metrics import mean_and_interval
-from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, Task, load_tasks
+from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, Task
 
 
 def datasets(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
@@ -24,17 +24,7 @@ def datasets(scope: Scope, parts: Sequence[Part], console: Console, parallel_see
     told, rows, data = reported_datasets(), [], {}
     for name in scope.datasets:
         recipe = scope.recipe(name, ["finetune"])
-        tasks = load_tasks(
-            name,
-            mean=IMAGENET_MEAN,
-            std=IMAGENET_STD,
-            data_dir=recipe.data_dir,
-            cache_dir=recipe.cache_dir,
-            pipeline=recipe.pipeline,
-            order_seed=recipe.order_seed,
-            tasks=recipe.tasks,
-            classes_per_task=recipe.classes_per_task,
-        )
+        tasks = recipe.load_tasks(IMAGENET_MEAN, IMAGENET_STD)
         found = _counts(list(tasks), len(tasks.unused_classes))
         data[name] = found
         paper = told.get(name, {})
