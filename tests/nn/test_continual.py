@@ -608,6 +608,59 @@ def test_measuring_takes_batches_as_it_is_told_to(net):
         assert torch.equal(layer.input_means, its.input_means)
 
 
+@pytest.mark.parametrize("means", ["window", "phase"])
+@pytest.mark.parametrize("at_once", [2, 3, 5, 9])
+def test_batches_measured_at_once_give_the_bits_of_one_after_the_other(backbone, means, at_once):
+    torch.manual_seed(0)
+    one = ContinualNet(backbone(), statistics="pass", means=means)
+    one.add_task("a", 2, torch.Generator().manual_seed(0))
+    several = copy.deepcopy(one)
+    batches, given = batches_of(5), []
+
+    def take_in(*group):
+        given.append(len(group))
+        several.take_in(*(lambda x=x: x for x in group))
+
+    one.measure(batches)
+    for _ in range(2):  # lanes that were used before hold something
+        given.clear()
+        several.measure(iter(batches), take_in, at_once)
+    assert given == [len(batches[start : start + at_once]) for start in range(0, 5, at_once)]
+    for name, layer in xconv_layers(one).items():
+        its = xconv_layers(several)[name]
+        for attribute in ("running_mean", "running_var", "input_means"):
+            assert torch.equal(getattr(layer, attribute), getattr(its, attribute)), (name, attribute)
+        assert its.input_statistics.batches == 5
+        assert int(its.num_batches_tracked) == 2 * int(layer.num_batches_tracked) == 10
+    one.finish_task(batches)
+    several.finish_task(batches, take_in, at_once)
+    assert torch.equal(one.tasks["a"].row, several.tasks["a"].row)
+    x = batches[0]
+    assert torch.equal(one.eval()(x), several.eval()(x))
+
+
+def test_a_lane_that_breaks_off_leaves_the_networks_own_buffers_in_place(backbone):
+    net = ContinualNet(backbone(), statistics="pass")
+    net.add_task("a", 2)
+    buffers = {name: buffer.data_ptr() for name, buffer in net.backbone.named_buffers()}
+    batches = batches_of(4)
+
+    def take_in(*group):
+        def broken():
+            raise RuntimeError("stumbled")
+
+        net.take_in(lambda: group[0], broken)
+
+    with pytest.raises(RuntimeError, match="stumbled"):
+        net.measure(batches, take_in, 2)
+    assert {name: buffer.data_ptr() for name, buffer in net.backbone.named_buffers()} == buffers
+    fresh = copy.deepcopy(net)
+    for one in (net, fresh):
+        one.measure(batches)
+    for found, expected in zip(xconv_layers(net).values(), xconv_layers(fresh).values(), strict=True):
+        assert torch.equal(found.input_means, expected.input_means)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_measuring_leaves_everything_right_even_if_a_batch_raises(backbone, training):
     net, last = stumbling(backbone, 3, statistics="pass")
@@ -624,7 +677,6 @@ def test_measuring_leaves_everything_right_even_if_a_batch_raises(backbone, trai
     assert set(counters(net).values()) == {2}
     assert len(counters(net)) == 4
     assert net.training == training
-    assert not net._measuring
     # Measured again, nothing of the first attempt is left.
     assert last.calls == 3
     clean, _ = stumbling(backbone, statistics="pass")

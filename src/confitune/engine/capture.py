@@ -27,6 +27,7 @@ from confitune.nn import ContinualNet
 # The first step of a kind is plain Python, which settles sizes; the second may be compiled; both let libraries choose
 # their algorithms. The third is captured.
 _NOT_CAPTURED = 2
+_LANES = 4  # batches that one graph takes through the network at the same time where they do not depend on each other
 _KEPT = 24  # graphs: where every task has its own, those of tasks long past go
 
 Inputs = tuple[Tensor | None, ...]
@@ -72,6 +73,11 @@ class Executor:
         """Within, steps may be run: library switches as the settings ask, and a stream of this network's own."""
         with library_switches(self.settings, self.mode), _on_stream(self._stream):
             yield
+
+    @property
+    def lanes(self) -> int:
+        """How many batches are best measured at once: forward passes of small ones leave half of a GPU idle."""
+        return _LANES if self.mode == "graph" and self._captures else 1
 
     def of(self, other: ContinualNet) -> Executor:
         """The executor of another network that is trained beside this one, the same each time."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,11 +56,10 @@ class TrainStep:
         return torch.stack([loss.detach(), right.to(loss.dtype)])
 
     @torch.no_grad()
-    def measure(self, pixels: Tensor) -> None:
-        """Take a batch through the network for its statistics alone, as it is taken in training."""
-        x = self.task.inputs(pixels)
+    def measure(self, *batches: Tensor) -> None:
+        """Take batches of pixels through the network for their statistics alone, as they are taken in training."""
         with self._autocast():
-            self.net(x)
+            self.net.take_in(*(partial(self.task.inputs, pixels) for pixels in batches))
 
     def kind(self, trains: frozenset[str], tracking: bool, index: int) -> Hashable:
         """Steps of one kind differ only in what tensors hold: one captured graph serves them all.

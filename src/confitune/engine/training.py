@@ -141,7 +141,8 @@ class TaskFit:
                 for penalty in self.method.penalties:
                     penalty.end_task(context)
                 torch.manual_seed(derived_seed(self.settings.seed, "pass", self.index))
-                self.net.finish_task((pixels for pixels, _ in self._batches(self._order("pass", 0))), self._measure)
+                pixels = (pixels for pixels, _ in self._batches(self._order("pass", 0)))
+                self.net.finish_task(pixels, self._measure, self.executor.lanes)
         finally:
             self._unfreeze()
 
@@ -234,8 +235,8 @@ class TaskFit:
             f"{done.stage.name!r}); try a learning rate below {done.lr:g}{weaker}"
         )
 
-    def _measure(self, pixels: Tensor) -> None:
-        self.executor(("measure", self.task.preprocess), self.step.measure, pixels)
+    def _measure(self, *batches: Tensor) -> None:
+        self.executor(("measure", self.task.preprocess), self.step.measure, *batches)
 
     def _matters(self, step: int) -> bool:
         """Whether a step weighs anything in the final average of the input statistics."""

@@ -22,8 +22,9 @@ from confitune.nn.convert import (
     require_unconverted,
 )
 from confitune.nn.flow import trace_flow
-from confitune.nn.geometry import Means, Size
-from confitune.nn.measuring import MeasuredSlots, moments_of
+from confitune.nn.geometry import Means
+from confitune.nn.lanes import moments_of
+from confitune.nn.measuring import MeasuredSlots, plane_of
 from confitune.nn.memory import TaskEntry
 from confitune.nn.mixing import mixed_logits
 from confitune.nn.slots import initialise_head
@@ -154,13 +155,17 @@ class ContinualNet(MeasuredSlots):
         self._pristine = state["pristine"]
 
     def finish_task(
-        self, batches: Iterable[Tensor] | None = None, forward: Callable[[Tensor], object] | None = None
+        self,
+        batches: Iterable[Tensor] | None = None,
+        forward: Callable[..., object] | None = None,
+        at_once: int = 1,
     ) -> None:
         """End the current task's training: measure what is to be measured, and store its state for good.
 
         Args:
             batches: the task's training inputs in batches of the training size; needed for statistics='pass'.
-            forward: how a batch goes through the network, see `measure`.
+            forward: how batches go through the network, see `measure`.
+            at_once: how many of them.
         """
         name = self.current_task
         entry = self.tasks[name]
@@ -169,7 +174,7 @@ class ContinualNet(MeasuredSlots):
         if self.norm == "xconv" and self.statistics == "pass":
             if batches is None:
                 raise ConfituneError("statistics='pass' needs the task's training batches: finish_task(batches)")
-            self.measure(batches, forward)
+            self.measure(batches, forward, at_once)
         if any(not statistics.batches for statistics in self._memory.statistics.values()):
             raise ConfituneError(f"task {name!r} has seen no training batch: train it before finishing it")
         self._memory.store(entry, self.head, finished=True)
@@ -225,7 +230,7 @@ class ContinualNet(MeasuredSlots):
         elif self.tasks[name].finished:
             raise ConfituneError(f"task {name!r} is finished; reopen({name!r}) to train it on")
         else:
-            self._image_size = _plane(x)
+            self._image_size = plane_of(x)
         features = self._train_backbone(x) if self.training else self.backbone(x)
         logits: Tensor = self.head(features)
         return logits
@@ -255,7 +260,7 @@ class ContinualNet(MeasuredSlots):
 
     def _check_size(self, x: Tensor, task: str) -> None:
         size = self.tasks[task].image_size
-        if self.norm == "xconv" and self.tasks[task].finished and size is not None and size != _plane(x):
+        if self.norm == "xconv" and self.tasks[task].finished and size is not None and size != plane_of(x):
             raise ConfituneError(
                 f"task {task!r} was trained on {size[0]}x{size[1]} images, these are {x.shape[-2]}x{x.shape[-1]}; its "
                 "recovered means hold for the size it was trained on: resize the images"
@@ -273,7 +278,3 @@ class ContinualNet(MeasuredSlots):
             for module in self._batch_norms():
                 module.eval()
         return self
-
-
-def _plane(x: Tensor) -> Size | None:
-    return (x.shape[-2], x.shape[-1]) if x.dim() == 4 else None

@@ -6,7 +6,8 @@ is measured once and both hold views.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,8 @@ class InputMeans(nn.Module):
         self.register_buffer("share", torch.ones(()), persistent=False)  # of the next batch in an exponential average
         self._share_is = 1.0
         self._plane = torch.empty(0)  # [H, W, C]: what the pending batches add up to
-        self._planes: dict[Size, Tensor] = {}  # one per size, at an address that captured graphs can rely on
+        # By size and lane (0: its own), at addresses that captured graphs can rely on.
+        self._planes: dict[tuple[Size, int], Tensor] = {}
 
     @property
     def tables(self) -> list[Tensor]:
@@ -141,10 +143,28 @@ class InputMeans(nn.Module):
     def resize(self, size: Size) -> None:
         """Take in planes of this size from now on."""
         self.fold()
-        table, plane = self.get_buffer("table0"), self._planes.get(size)
+        self.size, self._plane = size, self._plane_of(size, 0)
+
+    def plane_in(self, lane: int) -> Tensor:
+        """Where a batch goes in a lane (0: this statistic's own), once a batch has told the size."""
+        assert self.size is not None
+        return self._plane_of(self.size, lane)
+
+    @contextmanager
+    def beside(self, lane: int) -> Iterator[None]:
+        """Within, a batch is added to the lane's plane and not counted: who adds that up counts it."""
+        own, counts = self._plane, self.counts
+        self._plane = self.plane_in(lane)
+        try:
+            yield
+        finally:
+            self._plane, self.counts = own, counts
+
+    def _plane_of(self, size: Size, lane: int) -> Tensor:
+        table, plane = self.get_buffer("table0"), self._planes.get((size, lane))
         if plane is None or plane.device != table.device or plane.dtype != table.dtype:
-            plane = self._planes[size] = table.new_zeros(*size, self.channels)
-        self.size, self._plane = size, plane
+            plane = self._planes[size, lane] = table.new_zeros(*size, self.channels)
+        return plane
 
     @torch.no_grad()
     def fold(self) -> None:
@@ -175,9 +195,9 @@ class InputMeans(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> InputMeans:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._planes = {size: fn(plane) for size, plane in self._planes.items()}
-        if self.size in self._planes:
-            self._plane = self._planes[self.size]
+        self._planes = {key: fn(plane) for key, plane in self._planes.items()}
+        if self.size is not None:
+            self._plane = self._plane_of(self.size, 0)
         return self
 
     def view(self, reader: int, tables: Sequence[Tensor] | None = None) -> Tensor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.nn.geometry import Size
+from confitune.nn.lanes import Lane, forked, moments_of
 from confitune.nn.slots import TaskSlots
+from confitune.nn.xconv import TaskNorm
 
 
 class MeasuredSlots(TaskSlots):
@@ -21,24 +24,28 @@ class MeasuredSlots(TaskSlots):
         self.compiled: Callable[[Tensor], Tensor] | None = None  # runs the backbone in training where it is set
         self._moves = 0  # counts what tensor versions do not see: graph replays
         self._sums: list[Tensor] = []  # of batch moments, while measuring; then kept for the next time
-        self._measuring = False
+        self._lanes: list[Lane] = []  # likewise
 
     @torch.no_grad()
-    def measure(self, batches: Iterable[Tensor], forward: Callable[[Tensor], object] | None = None) -> None:
+    def measure(
+        self, batches: Iterable[Tensor], forward: Callable[..., object] | None = None, at_once: int = 1
+    ) -> None:
         """Statistics of the current task with the current weights: a cumulative average over `batches`.
 
         In training mode, because batch moments are part of what was trained.
 
         Args:
             batches: inputs, or whatever `forward` takes.
-            forward: takes a batch through this network, preprocessed, compiled or captured; default: the network.
+            forward: takes batches through this network, preprocessed or captured: one by calling it, up to `at_once` by
+                `take_in`; default: the network.
+            at_once: how many it is given; the result is the same, bit for bit.
         """
-        was_training, norms = self.training, [m for m in self._memory.norms.values() if m.track_running_stats]
+        was_training, norms = self.training, self._measured_norms()
         statistics = list(self._memory.statistics.values())
         momenta, tracked = [norm.momentum for norm in norms], [s.tracking for s in statistics]
         moments = [moment for norm in norms for moment in moments_of(norm)]
         if [(s.device, s.dtype) for s in self._sums] != [(m.device, m.dtype) for m in moments]:
-            self._sums = [torch.empty_like(moment) for moment in moments]
+            self._sums, self._lanes = [torch.empty_like(moment) for moment in moments], []
         self.track(True)
         self._reset_statistics()
         self.train()
@@ -47,26 +54,55 @@ class MeasuredSlots(TaskSlots):
             for s in statistics:
                 s.cumulative = True
             for norm in norms:
-                norm.momentum = 1.0  # running moments become the batch's own; `forward` adds them up
+                norm.momentum = 1.0  # running moments become the batch's own, to be added up here
             if self._sums:
                 torch._foreach_zero_(self._sums)
-            self._measuring = True
-            for batch in batches:
-                (forward or self)(batch)
-                batches_seen += 1
-            if batches_seen:
+            for group in _groups(batches, at_once):
+                (forward or self)(*group)
+                self._add_up(len(group))
+                batches_seen += len(group)
+            if batches_seen and self._sums:
                 torch._foreach_div_(self._sums, batches_seen)
                 torch._foreach_copy_(moments, self._sums)
         finally:
             for s in statistics:
                 s.fold()  # while it is still known to be a sum
-            self._measuring = False
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
             for s, tracking in zip(statistics, tracked, strict=True):
                 s.cumulative = s.momentum is None
                 s.tracking = tracking
             self.train(was_training)
+
+    def take_in(self, *inputs: Callable[[], Tensor]) -> None:
+        """Within `measure`: batches through the backbone for their statistics alone, captured ones at the same time.
+
+        Args:
+            inputs: each makes the inputs of one batch.
+        """
+        norms, statistics = self._measured_norms(), list(self._memory.statistics.values())
+        while len(self._lanes) < len(inputs) - 1:
+            self._lanes.append(Lane(len(self._lanes) + 1, norms, statistics))
+        with self._counters_aside(len(inputs)), forked(len(inputs)) as streams:
+            for number, (make, stream) in enumerate(zip(inputs, streams, strict=True)):
+                with torch.cuda.stream(stream), self._lanes[number - 1].used() if number else nullcontext():
+                    x = make()
+                    self._image_size = plane_of(x)
+                    self._run_backbone(x)
+
+    def _add_up(self, batches: int) -> None:
+        """Take in what the last so many batches left in the network's own buffers and in lanes."""
+        if self._sums:
+            torch._foreach_add_(self._sums, [m for norm in self._measured_norms() for m in moments_of(norm)])
+        for lane in self._lanes[: batches - 1]:
+            if self._sums:
+                torch._foreach_add_(self._sums, lane.moments)
+            if planes := lane.planes():
+                torch._foreach_add_(lane.planes(0), planes)
+            self._count_batch()
+
+    def _measured_norms(self) -> list[TaskNorm]:
+        return [norm for norm in self._memory.norms.values() if norm.track_running_stats]
 
     def track(self, on: bool) -> None:
         """Switch the input statistics on or off; an exponential average needs only a task's last steps."""
@@ -131,19 +167,19 @@ class MeasuredSlots(TaskSlots):
         self._image_size = None
 
     def _train_backbone(self, x: Tensor) -> Tensor:
-        with self._counters_aside():
-            if self.compiled is not None:
-                features = self.compiled(x)
-                self._count_batch()
-            else:
-                features = self.backbone(x)
-        if self._measuring:
-            norms = [norm for norm in self._memory.norms.values() if norm.track_running_stats]
-            torch._foreach_add_(self._sums, [moment for norm in norms for moment in moments_of(norm)])
+        with self._counters_aside(1):
+            return self._run_backbone(x)
+
+    def _run_backbone(self, x: Tensor) -> Tensor:
+        if self.compiled is None:
+            features: Tensor = self.backbone(x)
+            return features
+        features = self.compiled(x)
+        self._count_batch()
         return features
 
     @contextmanager
-    def _counters_aside(self) -> Iterator[None]:
+    def _counters_aside(self, batches: int) -> Iterator[None]:
         """Batch norms count their batches one kernel each, and use it only without a momentum: count in one instead."""
         norms = [m for m in self._batch_norms() if m.training and m.momentum is not None]
         counted = [(norm, norm.num_batches_tracked) for norm in norms if norm.num_batches_tracked is not None]
@@ -155,7 +191,7 @@ class MeasuredSlots(TaskSlots):
             for norm, counter in counted:
                 norm.num_batches_tracked = counter
         if counted:
-            torch._foreach_add_([counter for _, counter in counted], 1)
+            torch._foreach_add_([counter for _, counter in counted], batches)
 
     def _batch_norms(self) -> list[_BatchNorm]:
         return [module for module in self.backbone.modules() if isinstance(module, _BatchNorm)]
@@ -175,8 +211,12 @@ class MeasuredSlots(TaskSlots):
         return [p for calibration in found if calibration is not None for p in calibration.parameters()]
 
 
-def moments_of(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
-    """The running mean and variance of a batch norm that keeps them."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    return norm.running_mean, norm.running_var
+def plane_of(x: Tensor) -> Size | None:
+    """The size of images; features without a plane have none."""
+    return (x.shape[-2], x.shape[-1]) if x.dim() == 4 else None
+
+
+def _groups(batches: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
+    left = iter(batches)
+    while group := list(islice(left, size)):
+        yield group
