@@ -57,7 +57,8 @@ class SequenceRun:
         self.config = config or {}
         self.checkpoint_seconds, self.checkpoint_epochs = checkpoint_seconds, checkpoint_epochs
         self.weights = weights
-        self.weights_sha256 = state_sha256(net.backbone)
+        # CCLL's network has more in it than the pre-trained one that the configuration names.
+        self.weights_sha256 = self.config.get("weights_sha256") or state_sha256(net.backbone)
         self.matrix = np.full((len(sequence), len(sequence)), np.nan)
         self.task = 0
         self.seconds = self.train_seconds = 0.0

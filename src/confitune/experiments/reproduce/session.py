@@ -81,7 +81,7 @@ def _require_same(part: Part) -> None:
     """Refuse results that were made with other options, whatever device made them."""
     for method, seed, path in part.runs():
         result = RunResult.load(path)
-        wanted = part.recipe.identity(method, seed, result.weights_sha256)
+        wanted = part.recipe.identity(method, seed, result.config["weights_sha256"])
         if part.recipe.precision == "auto":
             wanted["precision"] = result.config["precision"]
         require_same_config(result.config, wanted, path)
