@@ -230,15 +230,15 @@ def test_an_unknown_penalty_is_answered_with_the_nearest(name, near):
 
 
 def test_every_penalty_by_its_name():
-    assert list(KNOWN) == ["ewc", "si", "rwalk", "mas", "cpr", "afec"]
+    assert list(KNOWN) == ["ewc", "si", "rwalk", "mas", "cpr", "afec", "averaging", "conv-step"]
     for name, penalty in KNOWN.items():
         assert penalty.name == name
         assert penalty.summary
-        assert penalty.reference
+        assert penalty.reference or name == "conv-step"
         assert all(field.description for field in penalty.Options.model_fields.values())
 
 
 def test_the_default_strengths():
     chosen = {name: penalty().options for name, penalty in KNOWN.items()}
-    strengths = {name: options.strength for name, options in chosen.items() if name != "cpr"}
+    strengths = {name: options.strength for name, options in chosen.items() if hasattr(options, "strength")}
     assert strengths == {"ewc": 300.0, "si": 10.0, "rwalk": 10.0, "mas": 30.0, "afec": 10.0}

@@ -23,6 +23,8 @@ CASES = {
     "confit+rwalk": ("confit+rwalk", {"rwalk": {"strength": 1}}, {"epochs": 5, "of_net": {"dropout": 0.3}}),
     "task-bn+ewc": ("task-bn+ewc", {}, {}),
     "mas-afec with dropout": ("mas-afec", {}, {"of_net": {"dropout": 0.3}}),
+    "confit+averaging": ("confit+averaging", {"averaging": {"share": 0.4}}, {"epochs": 5}),
+    "confit+conv-step, ratio": ("confit+conv-step", {}, {"epochs": 5, "of_net": {"variance": "ratio"}}),
     "ccll": ("ccll", {}, {"lr_schedule": "step"}),
     "ccll identity first-task": ("ccll", {"ccll": {"start": "identity", "base": "first-task"}}, {}),
 }

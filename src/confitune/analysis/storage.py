@@ -154,6 +154,7 @@ def _learn(net: ContinualNet, method: Method, name: str, classes: int, images: T
     context = TaskContext(
         net=net,
         index=len(net.tasks),
+        epochs=1,
         images=len(images),
         batches=lambda size: (),
         train=train,

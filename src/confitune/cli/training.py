@@ -65,6 +65,9 @@ def run_command(
     pipeline: Annotated[str | None, Option(help="clean, or published (what the paper's code fed the network)")] = None,
     means: Annotated[str | None, Option(help="window (exact) or phase (the paper's)")] = None,
     statistics: Annotated[str | None, Option(help="running (the paper's) or pass (after the last step)")] = None,
+    variance: Annotated[
+        str | None, Option(help="stored (the paper's) or ratio (follows what later tasks do to variances)")
+    ] = None,
     lr: Annotated[float | None, Option(help="learning rate")] = None,
     optimizer: Annotated[str | None, Option(help="sgd, adam or adamw")] = None,
     momentum: Annotated[float | None, Option(help="of SGD")] = None,

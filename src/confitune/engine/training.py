@@ -236,7 +236,8 @@ class TaskFit:
         )
 
     def _measure(self, *batches: Tensor) -> None:
-        self.executor(("measure", self.task.preprocess), self.step.measure, *batches)
+        comparing = self.net.drift is not None and self.net.drift.active
+        self.executor(("measure", comparing, self.task.preprocess), self.step.measure, *batches)
 
     def _matters(self, step: int) -> bool:
         """Whether a step weighs anything in the final average of the input statistics."""
@@ -322,6 +323,7 @@ class TaskFit:
         return TaskContext(
             net=self.net,
             index=self.index,
+            epochs=self.settings.epochs,
             images=len(self.task.train),
             batches=stored_order,
             train=train,

@@ -93,6 +93,7 @@ class LocalRuns:
             norm=method.norm,
             means=recipe.means,
             statistics=recipe.statistics,
+            variance=recipe.variance,
             **method.network,
         )
         label = f"{recipe.dataset} {name}" + (f" seed {seed}" if recipe.seeds > 1 else "")

@@ -31,6 +31,8 @@ _IN_ADDITION: Mapping[str, str] = {
     "rwalk": "the pull, a Fisher and each weight's path in a step",
     "mas": "the pull in a step, one more pass at a task's end",
     "cpr": "the outputs' entropy in a step",
+    "averaging": "a sum of all weights in a task's last steps; measure statistics in a pass",
+    "conv-step": "nothing",
     "afec": "a copy learns the task first, one more pass, then the pull in a step",
 }
 

@@ -40,6 +40,9 @@ class Recipe(TrainOptions):
     statistics: Literal["running", "pass"] = Field(
         "running", description="when they are measured (the paper's: running)"
     )
+    variance: Literal["stored", "ratio"] = Field(
+        "stored", description="of earlier tasks: as it was (the paper's), or times what later tasks did to variances"
+    )
     options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="of methods, by part: {ewc: {strength: 3000}}; default: the paper's"
     )
@@ -104,6 +107,7 @@ class Recipe(TrainOptions):
             | ({chosen.name: dict(chosen.chosen)} if chosen.chosen else {}),
             "means": self.means if xconv else None,
             "statistics": self.statistics if xconv else None,
+            **({"variance": self.variance} if xconv and self.variance != "stored" else {}),
             **settings,
         }
 

@@ -1,9 +1,11 @@
 """How tasks are learned: one file a method, each readable beside its paper."""
 
 from confitune.methods.afec import AFEC
+from confitune.methods.averaging import Averaging
 from confitune.methods.baselines import BN_ONLY, FINETUNE, JOINT, LINEAR_PROBE, SINGLE_TASK, TASK_BN
 from confitune.methods.ccll import ccll
 from confitune.methods.confit import CONFIT, FINETUNE_XCONV, HIERARCHICAL
+from confitune.methods.conv_step import ConvStep
 from confitune.methods.cpr import CPR
 from confitune.methods.ewc import EWC
 from confitune.methods.mas import MAS
@@ -28,7 +30,9 @@ METHODS: dict[str, Method] = {
         ccll(),
     )
 }
-PENALTIES: dict[str, type[Penalty]] = {penalty.name: penalty for penalty in (EWC, SI, RWalk, MAS, CPR, AFEC)}
+PENALTIES: dict[str, type[Penalty]] = {
+    penalty.name: penalty for penalty in (EWC, SI, RWalk, MAS, CPR, AFEC, Averaging, ConvStep)
+}
 
 
 def create_method(name: str, options: MethodOptions | None = None) -> Method:

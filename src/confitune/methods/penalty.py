@@ -19,6 +19,7 @@ class TaskContext:
 
     net: ContinualNet
     index: int  # of the task, from 0
+    epochs: int  # that it is trained for
     images: int  # in its training set
     batches: Callable[[int], Iterable[tuple[Tensor, Tensor]]]  # batch size -> inputs and labels, in stored order
     train: Callable[..., None]  # train(other, only_epoch=None): train another network on this task, without penalties

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,7 +29,10 @@ from confitune.nn.measuring import MeasuredSlots, plane_of
 from confitune.nn.memory import TaskEntry
 from confitune.nn.mixing import mixed_logits
 from confitune.nn.slots import initialise_head
+from confitune.nn.variance import Variance, VarianceDrift
 from confitune.nn.xconv import XconvNorm
+
+_COMPARED = 4  # batches that variances before and after a task are taken from
 
 Norm = Literal["xconv", "task", "shared", "frozen", "calibrated"]
 
@@ -44,6 +48,8 @@ class ContinualNet(MeasuredSlots):
             convolutions before it; every task starts from the pre-trained BN).
         means: of what Xconv BN keeps, see `convert_xconv_bn`.
         statistics: likewise.
+        variance: 'stored' (the paper's: a task keeps the variances of its own time) or 'ratio' (they are multiplied by
+            what later tasks did to variances on their own images, see `VarianceDrift`).
         start: of 'calibrated' layers, see `Calibration`.
         momentum: of all running statistics. The default is the paper's; timm's tf_ networks come with 0.01, which is
             too slow for tasks of a few hundred steps. None keeps what the layers have.
@@ -65,6 +71,7 @@ class ContinualNet(MeasuredSlots):
         norm: Norm = "xconv",
         means: Means = "window",
         statistics: Statistics = "running",
+        variance: Variance = "stored",
         start: Start = "random",
         momentum: float | None = 0.1,
         example_input: Tensor | None = None,
@@ -95,7 +102,13 @@ class ContinualNet(MeasuredSlots):
         self.norm: Norm = norm
         self.means: Means = means
         self.statistics: Statistics = statistics
-        self.kind = {"xconv": (norm, means, statistics), "calibrated": (norm, start)}.get(norm, (norm,))
+        self.variance: Variance = variance
+        kept = (norm, means, statistics, *([variance] if variance != "stored" else []))
+        self.kind = {"xconv": kept, "calibrated": (norm, start)}.get(norm, (norm,))
+        self.drift: VarianceDrift | None = None
+        if norm == "xconv" and variance == "ratio":
+            recovering = {name: n for name, n in self._memory.norms.items() if isinstance(n, XconvNorm)}
+            self.drift = self._memory.drift = VarianceDrift(recovering)
         self.momentum = momentum
         self.conversion = conversion
         self._pristine = self._norm_state() if norm == "calibrated" else {}
@@ -119,6 +132,8 @@ class ContinualNet(MeasuredSlots):
         if self.tasks:
             self.prepare(self.last_task)
             self._store_current()
+            if self.drift is not None:
+                self.drift.begin()
         self._reset_statistics()
         self._start_calibrations(generator)
         head = self._head(len(names))
@@ -147,12 +162,28 @@ class ContinualNet(MeasuredSlots):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What is in no tensor of the network; the batch norm that calibrated tasks start from, too."""
-        return {**super().get_extra_state(), "pristine": self._pristine}
+        drift = {} if self.drift is None else {"drift": self.drift.state()}
+        return {**super().get_extra_state(), "pristine": self._pristine, **drift}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """See `get_extra_state`."""
         super().set_extra_state(state)
         self._pristine = state["pristine"]
+        if self.drift is not None:
+            self.drift.load_state(state["drift"])
+
+    def shared_state_dict(self) -> dict[str, Tensor]:
+        """What all tasks share: the backbone without its batch norms' state, and how far variances have drifted."""
+        ratios = {} if self.drift is None else self.drift.ratios()
+        return {**super().shared_state_dict(), **{f"{name}.variance_ratio": ratio for name, ratio in ratios.items()}}
+
+    @torch.no_grad()
+    def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `shared_state_dict` gave."""
+        super().load_shared_state_dict(state)
+        if self.drift is not None:
+            for name, ratio in self.drift.ratios().items():
+                ratio.copy_(state[f"{name}.variance_ratio"])
 
     def finish_task(
         self,
@@ -171,6 +202,13 @@ class ContinualNet(MeasuredSlots):
         entry = self.tasks[name]
         if entry.finished:
             raise ConfituneError(f"task {name!r} is finished already")
+        if self.drift is not None and self.drift.waits:
+            if batches is None:
+                raise ConfituneError("variance='ratio' needs the task's training batches: finish_task(batches)")
+            batches = iter(batches)
+            compared = list(islice(batches, _COMPARED))
+            self._compare(self.drift, compared, forward)
+            batches = chain(compared, batches)
         if self.norm == "xconv" and self.statistics == "pass":
             if batches is None:
                 raise ConfituneError("statistics='pass' needs the task's training batches: finish_task(batches)")
@@ -181,6 +219,17 @@ class ContinualNet(MeasuredSlots):
         entry.image_size = self._image_size
         self._mixed.forget(name)  # a row from before may hold for these weights, but not for this state
         self._recovered_at = None
+
+    @torch.no_grad()
+    def _compare(self, drift: VarianceDrift, batches: Sequence[Tensor], forward: Callable[..., object] | None) -> None:
+        was_training = self.training
+        self.train()
+        try:
+            with self.untracked(), drift.comparing(len(batches)):
+                for batch in batches:
+                    (forward or self)(batch)
+        finally:
+            self.train(was_training)
 
     def reopen(self, name: str) -> None:
         """Make a finished task trainable again, from its state under today's weights."""

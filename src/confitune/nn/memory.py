@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from confitune.errors import ConfituneError
 from confitune.nn.geometry import Size
 from confitune.nn.input_means import InputMeans
+from confitune.nn.variance import VarianceDrift
 from confitune.nn.xconv import TaskNorm, XconvNorm
 
 
@@ -57,6 +58,7 @@ class TaskMemory:
     norms: dict[str, TaskNorm]
     statistics: dict[str, InputMeans]  # by the name of the first convolution that reads the tensor
     tasks: dict[str, TaskEntry] = field(default_factory=dict)
+    drift: VarianceDrift | None = None  # a finished task's variances are relative to it
 
     @classmethod
     def of(cls, backbone: nn.Module) -> TaskMemory:
@@ -84,8 +86,10 @@ class TaskMemory:
         """Pack the live slot into `entry`."""
         for statistics in self.statistics.values():
             statistics.fold()
-        parts = [slot.tensor for slot in self._slots(finished)] + [head.weight.detach(), head.bias.detach()]
-        entry.row = torch.cat([part.reshape(-1) for part in parts])
+        parts = [slot.tensor for slot in self._slots(finished)]
+        for place, norm, drift in self._drifting(finished):
+            parts[place] = drift.relative(norm, parts[place])
+        entry.row = torch.cat([part.reshape(-1) for part in (*parts, head.weight.detach(), head.bias.detach())])
         entry.finished = finished
         entry.sizes = tuple(statistics.size for statistics in self.statistics.values())
         entry.batches = tuple(statistics.batches for statistics in self.statistics.values())
@@ -96,6 +100,8 @@ class TaskMemory:
         slots = self._slots(entry.finished)
         live = [slot.tensor for slot in slots] + [head.weight.detach(), head.bias.detach()]
         torch._foreach_copy_(live, _split(entry.row, [tuple(t.shape) for t in live]))
+        for place, norm, drift in self._drifting(entry.finished):
+            live[place].copy_(drift.today(norm, live[place]))
         for statistics, size, batches in zip(self.statistics.values(), entry.sizes, entry.batches, strict=True):
             statistics.restore(size, batches)
 
@@ -123,6 +129,13 @@ class TaskMemory:
     def norm_numbers(self, finished: bool) -> int:
         """How many numbers of a row are not the head's."""
         return sum(slot.tensor.numel() for slot in self._slots(finished))
+
+    def _drifting(self, finished: bool) -> list[tuple[int, str, VarianceDrift]]:
+        """Places among the slots of variances that are kept relative to the drift, and whose they are."""
+        if self.drift is None or not finished:
+            return []
+        places = {slot.key: place for place, slot in enumerate(self._slots(finished))}
+        return [(places[f"{name}.running_var"], name, self.drift) for name in self.drift.ratios()]
 
     def _slots(self, finished: bool) -> list[_Slot]:
         slots = []

@@ -1,0 +1,140 @@
+"""How far the variances of convolutions' outputs have drifted since earlier tasks were learned.
+
+A task keeps the variances of its own time. When a later task ends, every convolution is run twice on that task's
+images: with the weights from before the task and with those after it. The ratio of the two variances, channel by
+channel, is taken for what happened to the variances of all earlier tasks, too. Their product over tasks is kept once
+for the network; a task's stored variances are relative to it, so rows of earlier tasks need no change.
+
+Variances are compared, and corrected, with the eps that batch norm adds to them: a channel that hardly varied before
+has no ratio to speak of otherwise, and what batch norm divides by is the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from confitune.nn.xconv import XconvNorm
+
+Variance = Literal["stored", "ratio"]
+
+MOST = 100.0  # a ratio beyond it, or below its inverse, is an accident of few images
+
+
+class VarianceDrift(nn.Module):
+    """Of every layer that recovers its mean.
+
+    Args:
+        norms: by name.
+    """
+
+    def __init__(self, norms: Mapping[str, XconvNorm]) -> None:
+        super().__init__()
+        self._norms = dict(norms)
+        self._keys = {name: f"ratio{place}" for place, name in enumerate(norms)}
+        for name, norm in norms.items():
+            assert norm.running_var is not None
+            self.register_buffer(self._keys[name], torch.ones_like(norm.running_var), persistent=False)
+        self.waits = False  # for the end of a task whose effect on earlier ones is to be measured
+        self.active = False  # comparing
+        # At addresses that captured passes rely on.
+        self._before: dict[str, dict[str, Tensor]] = {}  # weights of convolutions before the task at hand
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}  # of variances before and after, while comparing
+
+    def ratios(self) -> dict[str, Tensor]:
+        """By layer [C]: what has become of a variance (plus eps) of the pre-trained network's time."""
+        return {name: self.get_buffer(key) for name, key in self._keys.items()}
+
+    def relative(self, name: str, variance: Tensor) -> Tensor:
+        """A variance of today as it is kept: in terms of the pre-trained network's time."""
+        eps = self._norms[name].eps
+        return (variance + eps) / self.ratios()[name] - eps
+
+    def today(self, name: str, kept: Tensor) -> Tensor:
+        """What a kept variance is today."""
+        eps = self._norms[name].eps
+        return ((kept + eps) * self.ratios()[name] - eps).clamp_(min=0)
+
+    def begin(self) -> None:
+        """Remember the weights: a task is going to move them."""
+        for name, norm in self._norms.items():
+            self._remember(name, dict(norm.conv.named_parameters()))
+        self.waits = True
+
+    @torch.no_grad()
+    def _remember(self, name: str, weights: Mapping[str, Tensor]) -> None:
+        like = self.ratios()[name]
+        known = self._before.setdefault(name, {})
+        for key, weight in weights.items():
+            if key not in known or known[key].device != like.device or known[key].dtype != weight.dtype:
+                known[key] = weight.detach().to(like.device, copy=True)
+            else:
+                known[key].copy_(weight)
+
+    @contextmanager
+    def comparing(self, batches: int) -> Iterator[None]:
+        """Within, so many training batches are run through both weights; then the ratios are taken over."""
+        ratios = self.ratios()
+        if any(n not in self._sums or self._sums[n][0].device != r.device for n, r in ratios.items()):
+            self._sums = {name: (torch.zeros_like(r), torch.zeros_like(r)) for name, r in ratios.items()}
+        torch._foreach_zero_([total for pair in self._sums.values() for total in pair])
+        hooks = [
+            norm.conv.register_forward_hook(
+                lambda conv, args, output, name=name: self._compare(name, conv, args, output)
+            )
+            for name, norm in self._norms.items()
+        ]
+        self.active = True
+        try:
+            yield
+            self._take_over(batches)
+            self.waits = False
+        finally:
+            self.active = False
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def _compare(self, name: str, conv: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        with _weights(conv, self._before[name]):
+            earlier = conv.forward(args[0])
+        for total, values in zip(self._sums[name], (earlier, output), strict=True):
+            total.add_(values.float().var([axis for axis in range(values.dim()) if axis != 1], correction=0))
+
+    @torch.no_grad()
+    def _take_over(self, batches: int) -> None:
+        for name, ratio in self.ratios().items():
+            before, after = self._sums[name]
+            eps = self._norms[name].eps * batches  # sums, as they are
+            ratio.mul_(((after + eps) / (before + eps)).clamp(1 / MOST, MOST))
+
+    def state(self) -> dict[str, Any]:
+        """Everything, for a checkpoint."""
+        return {"ratios": self.ratios(), "before": self._before if self.waits else None}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state` gave."""
+        for name, ratio in self.ratios().items():
+            ratio.copy_(state["ratios"][name])
+        self.waits = state["before"] is not None
+        for name, weights in (state["before"] or {}).items():
+            self._remember(name, weights)
+
+
+@contextmanager
+def _weights(conv: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within, the module computes with these instead of its own."""
+    places = [(conv.get_submodule(key.rpartition(".")[0]), key.rpartition(".")[2], key) for key in weights]
+    own = [module._parameters[name] for module, name, _ in places]
+    try:
+        for module, name, key in places:
+            module._parameters[name] = nn.Parameter(weights[key], requires_grad=False)
+        yield
+    finally:
+        for (module, name, _), parameter in zip(places, own, strict=True):
+            module._parameters[name] = parameter
