@@ -11,10 +11,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.nn.geometry import Size
 from confitune.nn.slots import TaskSlots
+from confitune.nn.whole_batch import WholeBatchNorm
+from confitune.ranks import Ranks
 
 
 class MeasuredSlots(TaskSlots):
-    """Slots whose training passes keep statistics: run as they are, compiled, or replayed from a captured graph."""
+    """Slots whose training passes keep statistics: run as they are, compiled, or replayed from a captured graph.
+
+    Attributes:
+        part: which share of the last training batch this process had; set where several processes share it.
+    """
+
+    part: Tensor
 
     def __init__(self, backbone: nn.Module, features: int) -> None:
         super().__init__(backbone, features)
@@ -22,6 +30,22 @@ class MeasuredSlots(TaskSlots):
         self._moves = 0  # counts what tensor versions do not see: graph replays
         self._sums: list[Tensor] = []  # of batch moments, while measuring; then kept for the next time
         self._measuring = False
+        self._ranks = Ranks()
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train this network together, each with its part of every batch; default: one alone.
+
+        Batch moments and input statistics are then those of whole batches. All processes do the same to their copies
+        of the network, in the same order; saving its state is part of that.
+        """
+        return self._ranks
+
+    @ranks.setter
+    def ranks(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        for statistics in self._memory.statistics.values():
+            statistics.ranks = ranks
 
     @torch.no_grad()
     def measure(self, batches: Iterable[Tensor], forward: Callable[[Tensor], object] | None = None) -> None:
@@ -131,7 +155,7 @@ class MeasuredSlots(TaskSlots):
         self._image_size = None
 
     def _train_backbone(self, x: Tensor) -> Tensor:
-        with self._counters_aside():
+        with self._counters_aside(), self._whole_batch(x):
             if self.compiled is not None:
                 features = self.compiled(x)
                 self._count_batch()
@@ -141,6 +165,18 @@ class MeasuredSlots(TaskSlots):
             norms = [norm for norm in self._memory.norms.values() if norm.track_running_stats]
             torch._foreach_add_(self._sums, [moment for norm in norms for moment in moments_of(norm)])
         return features
+
+    @contextmanager
+    def _whole_batch(self, x: Tensor) -> Iterator[None]:
+        """Within, what is measured on the way is the whole batch's, of which other processes have the rest."""
+        if not self.ranks.several:
+            yield
+            return
+        self.part = self.ranks.share(len(x), x.device)
+        for statistics in self._memory.statistics.values():
+            statistics.part = self.part
+        with WholeBatchNorm(self.ranks):
+            yield
 
     @contextmanager
     def _counters_aside(self) -> Iterator[None]:
