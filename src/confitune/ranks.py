@@ -97,7 +97,7 @@ class Ranks:
 
     def share(self, count: int, device: torch.device) -> Tensor:
         """What share of a batch is here if so many of its images are; the device is not waited for."""
-        here = torch.full((1,), float(count), device=device)
+        here = torch.full((1,), count, dtype=torch.float64, device=device)  # a third is no float32
         return here[0] / self.gathered(here).sum()
 
     def decided(self, choice: bool) -> bool:
