@@ -175,3 +175,12 @@ def test_other_commands_are_refused_and_the_first_says_so(monkeypatch, capsys, r
         refuse_several("this")
     monkeypatch.setenv("WORLD_SIZE", "1")
     refuse_several("this")
+
+
+def test_the_page_s_example_runs_without_torchrun_too(monkeypatch, capsys):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    page = (HERE.parent / "docs" / "scaling.md").read_text(encoding="utf-8")
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "confitune.ranks" in code]
+    small = code.replace('"tf_efficientnet_lite0"', '"test_efficientnet", "none"')
+    exec(compile(small, "scaling.md", "exec"), {})
+    assert 30 < float(capsys.readouterr().out) <= 100

@@ -200,6 +200,6 @@ def _others() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise LostProcessError(
-            "another process of this run ended or cannot be reached, so this one cannot go on either "
-            f"({str(error).splitlines()[0]})"
+            "another process of this run ended or cannot be reached, so this one ends, too; the same command with "
+            f"--resume goes on where it was ({str(error).splitlines()[0]})"
         ) from error
