@@ -3,3 +3,7 @@
 
 class ConfituneError(Exception):
     """Base of every error that confitune raises on purpose; the command line prints it without a traceback."""
+
+
+class SaidElsewhereError(ConfituneError):
+    """An error that another process of the same run shows."""

@@ -96,16 +96,19 @@ def run_command(
       confitune run --dataset flowers102 --model resnet18.tv_in1k --method finetune --method confit --seeds 5
 
       confitune run recipes/flowers102.yaml --out runs/flowers --resume
+
+      torchrun --nproc-per-node 4 -m confitune run --dataset flowers102  [dim]# one network on four GPUs[/dim]
     """
     given = {name: value for name, value in locals().items() if name not in _NOT_IN_RECIPE}
     from confitune.experiments import draw_pictures, make_recipe, run_recipe, summary_table
+    from confitune.ranks import joined
 
-    values = _recipe_values(recipe, given, set_option)
-    if method:
-        values["methods"] = method
-    checked = make_recipe(values, _source(recipe))
-    console = Console()
-    with stoppable(_WITH_RESUME):
+    with joined() as ranks, stoppable(_WITH_RESUME, says=ranks.first):
+        values = _recipe_values(recipe, given, set_option)
+        if method:
+            values["methods"] = method
+        checked = make_recipe(values, _source(recipe))
+        console = Console(quiet=not ranks.first)
         results = run_recipe(
             checked,
             out,
@@ -113,7 +116,10 @@ def run_command(
             parallel_seeds=parallel_seeds,
             checkpoint_seconds=checkpoint_seconds,
             console=console,
+            ranks=ranks,
         )
+    if not ranks.first:
+        return
     pictures = draw_pictures(out, checked.methods)
     console.print(summary_table(results))
     if pictures:

@@ -54,7 +54,7 @@ class Executor:
     def __init__(self, net: ContinualNet, settings: TrainSettings, listener: Listener | None = None) -> None:
         self.net, self.settings = net, settings
         self.device = settings.torch_device()
-        self.mode = settings.step_mode(self.device)
+        self.mode = settings.step_mode(self.device, net.ranks.size)
         self.lr: float | Tensor = settings.lr
         if self.device.type == "cuda":
             self.lr = torch.tensor(settings.lr, device=self.device)

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from confitune.ranks import Ranks
 from confitune.tasks import Images, Task, TaskSequence
 
 Where = Literal["auto", "device", "host"]
@@ -54,18 +55,23 @@ def place_task(task: Task, device: torch.device, where: Where = "auto") -> Task:
 
 
 def batches(
-    images: Images, size: int, device: torch.device, order: Tensor | None = None
+    images: Images, size: int, device: torch.device, order: Tensor | None = None, ranks: Ranks | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Stored pixels and labels on the device, in batches of `size`, in `order` (default: as stored), the rest included.
 
     Pixels that are elsewhere are gathered and copied while earlier batches are worked on.
+
+    Args:
+        ranks: of every batch only the part of this process.
     """
-    order = torch.arange(len(images)) if order is None else order
+    order, ranks = torch.arange(len(images)) if order is None else order, ranks or Ranks()
+    if not len(order):
+        return
     if images.pixels.device.type == device.type:
         for positions in to_device(order, device).split(size):
-            yield images.batch(positions)
+            yield images.batch(ranks.part(positions))
     else:
-        yield from _streamed(images, order.split(size), device)
+        yield from _streamed(images, [ranks.part(positions) for positions in order.split(size)], device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

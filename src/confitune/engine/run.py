@@ -29,7 +29,8 @@ class SequenceRun:
 
     Args:
         net: a fresh network with the method's kind of batch norm; it is trained in place.
-        folder: where checkpoints go; None keeps none.
+        folder: where checkpoints go; None keeps none. Where several processes train the network (see `net.ranks`) the
+            first one writes them and all read them, however many they are then.
         config: what identifies the computation, for `resume` to compare.
         checkpoint_seconds: a checkpoint is written after a task or an epoch when the last one is this old.
         checkpoint_epochs: and within a task only after every so many epochs.
@@ -50,7 +51,9 @@ class SequenceRun:
         weights: str = "",
     ) -> None:
         self.net, self.method, self.settings = net, method, settings
+        self.ranks = net.ranks
         self.device = settings.torch_device()
+        self.ranks.require_device(self.device)
         self.original = sequence = place(sequence, self.device, settings.pixels)
         self.sequence = sequence.joined() if method.joint else sequence
         self.folder = folder
@@ -85,6 +88,8 @@ class SequenceRun:
 
     def run(self) -> RunResult:
         """Learn what is left of the sequence."""
+        reached = (self.task, self._saved_fit and self._saved_fit["epoch"])
+        self.ranks.require_same((self.config, self.sequence.name, reached), "run to do")
         self._started = time.perf_counter() - self.seconds
         self._checkpointed_at = self.seconds
         self._say_what_is_odd()
@@ -119,7 +124,7 @@ class SequenceRun:
 
     def _checkpoint_due(self) -> bool:
         passed = time.perf_counter() - self._started - self._checkpointed_at
-        return self.folder is not None and passed >= self.checkpoint_seconds
+        return self.folder is not None and self.ranks.decided(passed >= self.checkpoint_seconds)
 
     def _column(self, index: int) -> int:
         return len(self.original) - 1 if self.method.joint else index
@@ -138,7 +143,7 @@ class SequenceRun:
     def _checkpoint(self, fit: TaskFit | None) -> None:
         assert self.folder is not None
         self.seconds = self._checkpointed_at = time.perf_counter() - self._started
-        Checkpoint(
+        checkpoint = Checkpoint(
             config=self.config,
             task=self.task,
             net=self.net.state_dict(),
@@ -148,7 +153,9 @@ class SequenceRun:
             seconds=self.seconds,
             train_seconds=self.train_seconds,
             images=self.images,
-        ).save(self.folder)
+        )
+        if self.ranks.first:
+            checkpoint.save(self.folder)
 
     def _say_what_is_odd(self) -> None:
         stages = self.method.stages(self.settings.epochs, 0)
@@ -179,7 +186,7 @@ class SequenceRun:
             config=self.config,
             versions=versions(),
             device=device_name(self.device),
-            execution=self.settings.execution(self.device),
+            execution=self.settings.execution(self.device, self.ranks.size),
             weights=self.weights,
             weights_sha256=self.weights_sha256,
             final_sha256=network_sha256(self.net),

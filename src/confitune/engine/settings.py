@@ -70,18 +70,23 @@ class TrainSettings(TrainOptions):
         """Whether convolutions and products are done in bfloat16; CPUs emulate it slowly."""
         return self.precision == "bf16" or (self.precision == "auto" and device.type == "cuda")
 
-    def step_mode(self, device: torch.device) -> Literal["eager", "graph", "compile"]:
-        """How steps are run on a device; only CUDA has graphs."""
+    def step_mode(self, device: torch.device, processes: int = 1) -> Literal["eager", "graph", "compile"]:
+        """How steps are run on a device; only CUDA has graphs, and several processes have to talk in every step."""
+        if processes > 1:
+            if self.step not in ("auto", "eager"):
+                raise ConfituneError(f"step={self.step!r} is for one process, this is one of {processes}: use 'eager'")
+            return "eager"
         if self.step == "graph" and device.type != "cuda":
             raise ConfituneError("step='graph' captures CUDA graphs and needs a GPU; leave it at 'auto'")
         if self.step == "auto":
             return "graph" if device.type == "cuda" else "eager"
         return self.step
 
-    def execution(self, device: torch.device) -> str:
+    def execution(self, device: torch.device, processes: int = 1) -> str:
         """How the work is done, in words: what may change the last bits of a result, and how fast it is."""
-        precision = "bf16" if self.bf16(device) else "fp32"
-        return f"{precision}, {self.step_mode(device)}" + (", deterministic" if self.deterministic else "")
+        words = ["bf16" if self.bf16(device) else "fp32", self.step_mode(device, processes)]
+        words += ["deterministic"] if self.deterministic else []
+        return ", ".join(words + ([f"{processes} processes"] if processes > 1 else []))
 
     def lr_factor(self, epoch: int) -> float:
         """What the learning rate is multiplied by in an epoch (counted from 0)."""

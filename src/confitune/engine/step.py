@@ -1,6 +1,11 @@
 """What one training step computes: the same lines whether they run directly, compiled or captured.
 
 So nothing here may depend on a tensor's value, wait for the device, or copy to it.
+
+Where several processes share a batch, each goes forward and backward with its own part of the loss, the mean over the
+whole batch; then the gradients are added up as one flat tensor, and from there on all do the same. torch's
+DistributedDataParallel would do that while backward is still going on, but it fixes what has a gradient when it is
+made (stages of a schedule change it), wraps the network, and hides the gradients that penalties read.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from confitune.engine.augment import augment
@@ -34,26 +39,35 @@ class TrainStep:
 
     def train(self, pixels: Tensor, labels: Tensor, noise: Tensor | None) -> Tensor:
         """One step of the optimizer; the batch's loss and how many images it got right, as one tensor."""
-        net, penalties = self.net, self.penalties
+        net, penalties, ranks = self.net, self.penalties, self.net.ranks
         x = augment(self.task.inputs(pixels), self.settings.augmentation, noise)
         with self._autocast():
             logits = net(x.contiguous(memory_format=torch.channels_last))
         loss = classification_loss(logits, labels, self.task.groups)
         terms = [term for p in penalties if (term := p.output_loss(logits, labels)) is not None]
+        objective = sum(terms, loss) if terms else loss
+        right = count_right(logits.detach(), labels, self.task.groups).sum()
+        if ranks.several:
+            objective, loss = objective * net.part, loss * net.part
+        outcome = torch.stack([loss.detach(), right.to(loss.dtype)])
         self.optimizer.zero_grad(set_to_none=True)
-        (sum(terms, loss) if terms else loss).backward()  # type: ignore[no-untyped-call]
+        objective.backward()  # type: ignore[no-untyped-call]
+        if ranks.several:
+            ranks.add_up([*(p.grad for p in self._moved() if p.grad is not None), outcome])
         for penalty in penalties:
             penalty.read_gradients(net)
         for penalty in penalties:
             penalty.add_gradients(net)
         if self.settings.clip_norm is not None:
-            moved = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-            clip_grad_norm_(moved, self.settings.clip_norm)
+            clip_grad_norm_(self._moved(), self.settings.clip_norm)
         self.optimizer.step()
         for penalty in penalties:
             penalty.after_step(net)
-        right = count_right(logits.detach(), labels, self.task.groups).sum()
-        return torch.stack([loss.detach(), right.to(loss.dtype)])
+        return outcome
+
+    def _moved(self) -> list[nn.Parameter]:
+        """What the step moves: frozen parameters have no gradient."""
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     @torch.no_grad()
     def measure(self, *batches: Tensor) -> None:

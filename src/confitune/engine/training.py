@@ -97,6 +97,12 @@ class TaskFit:
         self.device = self.executor.device
         self.task = place_task(task, self.device, settings.pixels)
         self.batch_size = min(settings.batch_size, len(task.train))
+        self.ranks = net.ranks
+        if self.batch_size < self.ranks.size:
+            raise ConfituneError(
+                f"batches of {self.batch_size} images (task {task.name!r}) cannot be shared by {self.ranks.size} "
+                "processes, each needs at least one: use a larger batch size or fewer processes"
+            )
         self.epoch = 0  # epochs done
         if self.batch_size < settings.batch_size:
             listener.note(
@@ -140,7 +146,7 @@ class TaskFit:
                 self._unfreeze()
                 for penalty in self.method.penalties:
                     penalty.end_task(context)
-                torch.manual_seed(derived_seed(self.settings.seed, "pass", self.index))
+                torch.manual_seed(derived_seed(self.settings.seed, *self.ranks.own("pass", self.index)))
                 pixels = (pixels for pixels, _ in self._batches(self._order("pass", 0)))
                 self.net.finish_task(pixels, self._measure, self.executor.lanes)
         finally:
@@ -176,10 +182,10 @@ class TaskFit:
         for group in self.optimizer.param_groups:
             group["lr"] = self.executor.lr
         # Everything random in an epoch comes from its own seeds, so an epoch can be repeated without what came before.
-        torch.manual_seed(derived_seed(settings.seed, "epoch", self.index, epoch))
+        torch.manual_seed(derived_seed(settings.seed, *self.ranks.own("epoch", self.index, epoch)))
         chance = derived_generator(settings.seed, "augment", self.index, epoch)
         noise = draw_noise(settings.augmentation, steps, self.batch_size, chance)
-        noise = None if noise is None else to_device(noise, self.device)
+        noise = None if noise is None else to_device(self.ranks.part(noise, dim=2), self.device)
         readings = EpochReadings(steps, self.device)
         self.net.train()
         for step, (pixels, labels) in enumerate(self._batches(self._order("order", epoch))):
@@ -253,7 +259,7 @@ class TaskFit:
         return order[: self.steps_an_epoch * self.batch_size]
 
     def _batches(self, order: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        return batches(self.task.train, self.batch_size, self.device, order)
+        return batches(self.task.train, self.batch_size, self.device, order, self.ranks)
 
     def _trained_parameters(self) -> dict[str, list[nn.Parameter]]:
         net = self.net
@@ -313,7 +319,9 @@ class TaskFit:
                 fit._train_one(only_epoch)
 
         def stored_order(size: int) -> Iterator[tuple[Tensor, Tensor]]:
-            for pixels, labels in batches(self.task.train, size, self.device):
+            whole = torch.arange(len(self.task.train)).split(size)
+            own = whole[self.ranks.rank :: self.ranks.size]  # only the last of all may be smaller
+            for pixels, labels in batches(self.task.train, size, self.device, torch.cat(own) if own else whole[0][:0]):
                 yield self.task.inputs(pixels), labels
 
         def run(net: ContinualNet, kind: Hashable, function: Callable[..., None], *inputs: Tensor) -> None:

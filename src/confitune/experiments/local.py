@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from confitune.engine import (
 from confitune.errors import ConfituneError
 from confitune.experiments.recipe import Recipe
 from confitune.nn import Backbone, ContinualNet
+from confitune.ranks import Ranks
 from confitune.tasks import TaskSequence, exclusive
 
 RESULT, LOCK = "result.json", ".lock"
@@ -63,6 +64,7 @@ class LocalRuns:
     console: Console
     checkpoint_seconds: float
     watch: Watch | None = None
+    ranks: Ranks = field(default_factory=Ranks)  # who does each run together; the first one writes
 
     def side_by_side(self, group: Sequence[Run]) -> list[RunResult]:
         """Results of runs of one method, which share the device; each is written as soon as it is there."""
@@ -70,7 +72,8 @@ class LocalRuns:
         turns = Turns(len(group), apart=steps_of(self.sequence[0], settings) // len(group))
         with ExitStack() as stack:
             # Switches are the whole process's: set here, they stay while the runs' threads come and go.
-            stack.enter_context(library_switches(settings, settings.step_mode(settings.torch_device())))
+            mode = settings.step_mode(settings.torch_device(), self.ranks.size)
+            stack.enter_context(library_switches(settings, mode))
             several = len(group) > 1 and self.console.is_terminal
             board = stack.enter_context(progress_board(self.console)) if several else None
             runs = [partial(self._one, run, board, turns.listener(place)) for place, run in enumerate(group)]
@@ -82,7 +85,7 @@ class LocalRuns:
         def busy() -> None:
             raise ConfituneError(f"another process is working in {folder}; wait for it, or choose another --out folder")
 
-        with exclusive(folder / LOCK, busy):
+        with exclusive(folder / LOCK, busy) if self.ranks.first else nullcontext():
             return self._alone(run, folder, board, turn)
 
     def _alone(self, run: Run, folder: Path, board: Progress | None, turn: Listener) -> RunResult:
@@ -96,11 +99,13 @@ class LocalRuns:
             variance=recipe.variance,
             **method.network,
         )
+        net.ranks = self.ranks
         label = f"{recipe.dataset} {name}" + (f" seed {seed}" if recipe.seeds > 1 else "")
         progress = LiveProgress(self.console, label, board)
         config = recipe.identity(name, seed, self.backbone.weights_sha256)
         settings = recipe.train_settings(seed, name)
         watching = self.watch(net, self.sequence, settings, folder) if self.watch else ()
+        writing = (progress, CsvLog(folder), TensorBoardLog(folder)) if self.ranks.first else ()
         sequence_run = SequenceRun(
             net,
             self.sequence,
@@ -108,7 +113,7 @@ class LocalRuns:
             settings,
             folder=folder,
             config=config,
-            listeners=(progress, CsvLog(folder), TensorBoardLog(folder), *watching, turn),
+            listeners=(*writing, *watching, turn),
             checkpoint_seconds=self.checkpoint_seconds,
             weights=self.backbone.weights,
         )
@@ -119,7 +124,8 @@ class LocalRuns:
             raise TrainingError(str(error), config) from error
         finally:
             progress.close()
-        result.save(folder / RESULT)
+        if self.ranks.first:
+            result.save(folder / RESULT)
         return result
 
 

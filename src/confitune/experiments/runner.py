@@ -14,6 +14,7 @@ from confitune.experiments.local import RESULT, LocalRuns, Run, Watch, run_folde
 from confitune.experiments.recipe import Recipe
 from confitune.experiments.summary import write_summary
 from confitune.nn import Backbone, create_backbone, require_batch_norm
+from confitune.ranks import Ranks
 from confitune.tasks import TaskSequence
 
 
@@ -26,6 +27,7 @@ def run_recipe(
     checkpoint_seconds: float = 30.0,
     watch: Watch | None = None,
     console: Console | None = None,
+    ranks: Ranks | None = None,
 ) -> list[RunResult]:
     """Run what the recipe asks for and is not done yet; results, logs, summary and pictures go below `out`.
 
@@ -35,8 +37,14 @@ def run_recipe(
         parallel_seeds: how many seeds of a method run at once on the device; each gives what it gives alone.
         checkpoint_seconds: a run that is killed loses at most this much work and an epoch's.
         watch: makes listeners that measure something while a run goes on.
+        ranks: the processes that do each run together, see `confitune.ranks.joined`; all of them call this.
     """
-    console = console or Console(quiet=True)
+    console, ranks = console or Console(quiet=True), ranks or Ranks()
+    if ranks.several and (parallel_seeds > 1 or watch is not None):
+        raise ConfituneError(
+            f"{ranks.size} processes do one run at a time together: seeds side by side, or measuring on the way, "
+            "need one process (no torchrun)"
+        )
     plan = [(method, seed) for method in recipe.methods for seed in range(recipe.seeds)]
     folders = {run: run_folder(out, recipe.dataset, *run) for run in plan}
     if not resume:
@@ -45,16 +53,20 @@ def run_recipe(
     if any(recipe.method(name).norm != "shared" for name in recipe.methods):
         require_batch_norm(backbone.module)  # now, not after the methods that do without have been trained
     done = {run: _finished(folder, recipe, run, backbone) for run, folder in folders.items()}
-    if any(done.values()):
+    if any(done.values()) and ranks.first:
         write_summary(out)  # a run that was killed right after its result may have left an older one
     left = [run for run in plan if done[run] is None]
     if left:
         device = recipe.train_settings(0).torch_device()
-        sequence = place(load_sequence(recipe, backbone, console), device, recipe.pixels)
-        runs = LocalRuns(recipe, out, backbone, sequence, console, checkpoint_seconds, watch)
+        ranks.require_device(device)
+        with ranks.first_goes_before("data"):
+            sequence = load_sequence(recipe, backbone, console)
+        sequence = place(sequence, device, recipe.pixels)
+        runs = LocalRuns(recipe, out, backbone, sequence, console, checkpoint_seconds, watch, ranks)
         for group in _groups(left, parallel_seeds):
             done.update(zip(group, runs.side_by_side(group), strict=True))
-            write_summary(out)
+            if ranks.first:
+                write_summary(out)
     return [result for result in done.values() if result is not None]
 
 

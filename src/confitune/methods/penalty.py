@@ -21,7 +21,8 @@ class TaskContext:
     index: int  # of the task, from 0
     epochs: int  # that it is trained for
     images: int  # in its training set
-    batches: Callable[[int], Iterable[tuple[Tensor, Tensor]]]  # batch size -> inputs and labels, in stored order
+    # Batch size -> inputs and labels, in stored order; processes that train together take turns, a whole batch each.
+    batches: Callable[[int], Iterable[tuple[Tensor, Tensor]]]
     train: Callable[..., None]  # train(other, only_epoch=None): train another network on this task, without penalties
     run: Callable[..., None]  # run(net, kind, function, *tensors): the function, captured where that is faster
     seed: int  # for what a penalty draws in this task

@@ -2,6 +2,9 @@
 
 They belong to the tensor, not to a convolution: a block's first convolution and its shortcut read the same one, so it
 is measured once and both hold views.
+
+Where several processes share every batch, each adds up its own images' part of the means. Averages are linear, so the
+parts need to be brought together only when tables are made of them or when they are saved, not in every step.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from confitune.errors import ConfituneError
 from confitune.nn.geometry import ConvGeometry, Means, Size
 from confitune.nn.recovery import on_device, window_means_from_phases
+from confitune.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,14 @@ class InputMeans(nn.Module):
     (or that has the same stride, for phase means) gets a view instead of a table of its own.
 
     Buffers are not persistent, so a converted network has the keys of the original; `ContinualNet` saves them.
+
+    Attributes:
+        ranks: the processes that share every batch.
+        part: where they are several, which share of the batch at hand is here.
     """
 
     share: Tensor
+    part: Tensor
 
     def __init__(self, channels: int, geometries: Sequence[ConvGeometry], means: Means, momentum: float | None) -> None:
         super().__init__()
@@ -54,6 +63,7 @@ class InputMeans(nn.Module):
         self.register_buffer("share", torch.ones(()), persistent=False)  # of the next batch in an exponential average
         self._share_is = 1.0
         self._plane = torch.empty(0)  # [H, W, C]: what the pending batches add up to
+        self.ranks = Ranks()
         # By size and lane (0: its own), at addresses that captured graphs can rely on.
         self._planes: dict[tuple[Size, int], Tensor] = {}
 
@@ -74,7 +84,7 @@ class InputMeans(nn.Module):
             "size": self.size,
             "batches": self.batches,
             "pending": self._pending,
-            "plane": self._plane.clone() if self._pending else None,
+            "plane": self._whole_plane() if self._pending else None,
         }
 
     @torch.no_grad()
@@ -83,7 +93,8 @@ class InputMeans(nn.Module):
         self.restore(state["size"], state["batches"])
         torch._foreach_copy_(self._tables, list(state["tables"]))
         if state["pending"]:
-            self._plane.copy_(state["plane"])
+            if self.ranks.first:  # what the processes hold adds up to it
+                self._plane.copy_(state["plane"])
             self._pending = state["pending"]
 
     def reset(self) -> None:
@@ -121,7 +132,7 @@ class InputMeans(nn.Module):
         if torch.compiler.is_compiling():
             _take_in_operator(x, self._plane, share)
         else:
-            _take_in(x, self._plane, share)
+            _take_in(x, self._plane, share, self.part if self.ranks.several else None)
             self.count()
 
     @property
@@ -178,14 +189,22 @@ class InputMeans(nn.Module):
         else:
             assert self.momentum is not None
             keep, add = (1 - self.momentum) ** self._pending if earlier else 0.0, 1.0
-        rows_of, columns_of = (self._plane.shape[0], -1), (-1, self.size[1], self.channels)
+        plane = self._whole_plane() if self.ranks.several else self._plane
+        rows_of, columns_of = (plane.shape[0], -1), (-1, self.size[1], self.channels)
         for index, owner in enumerate(self._owners):
             of = owner.taps if self.means == "window" else owner.phases
-            rows, columns = (on_device(of, axis, self.size[axis], self._plane) for axis in (0, 1))
-            averaged = columns @ (rows @ self._plane.reshape(rows_of)).view(columns_of)  # [I, J, C]
+            rows, columns = (on_device(of, axis, self.size[axis], plane) for axis in (0, 1))
+            averaged = columns @ (rows @ plane.reshape(rows_of)).view(columns_of)  # [I, J, C]
             self._tables[index].mul_(keep).add_(averaged.permute(2, 0, 1), alpha=add)
         self._plane.zero_()
         self._pending = 0
+
+    def _whole_plane(self) -> Tensor:
+        """A copy of what the pending batches of all processes add up to."""
+        plane = self._plane.clone()
+        if self.ranks.several:
+            self.ranks.add_up([plane])
+        return plane
 
     def _set_share(self) -> None:
         share = 1.0 if not self.batches or self.momentum is None else self.momentum
@@ -219,13 +238,15 @@ class InputMeans(nn.Module):
         return f"{self.channels}, means={self.means}, tables={[tuple(t.shape) for t in self.tables]}"
 
 
-def _take_in(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
+def _take_in(x: Tensor, plane: Tensor, share: Tensor | None, part: Tensor | None = None) -> None:
     """Add the batch's mean to a sum of planes, or with a `share` to their exponential average.
 
     The one pass over the input. Averages are linear, so they are taken of whole planes here, in two kernels, and of
-    windows or phases in `InputMeans.fold`.
+    windows or phases in `InputMeans.fold`. A `part` of a batch adds its part of the batch's mean.
     """
     mean = x.movedim(1, -1).mean(0, dtype=plane.dtype)
+    if part is not None:
+        mean *= part
     if share is None:
         plane.add_(mean)
     else:
@@ -238,7 +259,7 @@ _take_in_operator = torch.library.custom_op("confitune::take_in", _take_in, muta
 
 
 @_take_in_operator.register_fake
-def _(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
+def _(x: Tensor, plane: Tensor, share: Tensor | None, part: Tensor | None = None) -> None:
     return None
 
 

@@ -13,11 +13,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from confitune.nn.geometry import Size
 from confitune.nn.lanes import Lane, forked, moments_of
 from confitune.nn.slots import TaskSlots
+from confitune.nn.whole_batch import WholeBatchNorm
 from confitune.nn.xconv import TaskNorm
+from confitune.ranks import Ranks
 
 
 class MeasuredSlots(TaskSlots):
-    """Slots whose training passes keep statistics: run as they are, compiled, or replayed from a captured graph."""
+    """Slots whose training passes keep statistics: run as they are, compiled, or replayed from a captured graph.
+
+    Attributes:
+        part: which share of the last training batch this process had; set where several processes share it.
+    """
+
+    part: Tensor
 
     def __init__(self, backbone: nn.Module, features: int) -> None:
         super().__init__(backbone, features)
@@ -25,6 +33,24 @@ class MeasuredSlots(TaskSlots):
         self._moves = 0  # counts what tensor versions do not see: graph replays
         self._sums: list[Tensor] = []  # of batch moments, while measuring; then kept for the next time
         self._lanes: list[Lane] = []  # likewise
+        self._ranks = Ranks()
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train this network together, each with its part of every batch; default: one alone.
+
+        Batch moments and input statistics are then those of whole batches. All processes do the same to their copies
+        of the network, in the same order; saving its state is part of that.
+        """
+        return self._ranks
+
+    @ranks.setter
+    def ranks(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        for statistics in self._memory.statistics.values():
+            statistics.ranks = ranks
+        if self._memory.drift is not None:
+            self._memory.drift.ranks = ranks
 
     @torch.no_grad()
     def measure(
@@ -171,12 +197,25 @@ class MeasuredSlots(TaskSlots):
             return self._run_backbone(x)
 
     def _run_backbone(self, x: Tensor) -> Tensor:
-        if self.compiled is None:
-            features: Tensor = self.backbone(x)
+        with self._whole_batch(x):
+            if self.compiled is None:
+                features: Tensor = self.backbone(x)
+                return features
+            features = self.compiled(x)
+            self._count_batch()
             return features
-        features = self.compiled(x)
-        self._count_batch()
-        return features
+
+    @contextmanager
+    def _whole_batch(self, x: Tensor) -> Iterator[None]:
+        """Within, what is measured on the way is the whole batch's, of which other processes have the rest."""
+        if not self.ranks.several:
+            yield
+            return
+        self.part = self.ranks.share(len(x), x.device)
+        for statistics in self._memory.statistics.values():
+            statistics.part = self.part
+        with WholeBatchNorm(self.ranks):
+            yield
 
     @contextmanager
     def _counters_aside(self, batches: int) -> Iterator[None]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from confitune.nn.xconv import XconvNorm
+from confitune.ranks import Ranks
 
 Variance = Literal["stored", "ratio"]
 
@@ -41,6 +42,7 @@ class VarianceDrift(nn.Module):
             self.register_buffer(self._keys[name], torch.ones_like(norm.running_var), persistent=False)
         self.waits = False  # for the end of a task whose effect on earlier ones is to be measured
         self.active = False  # comparing
+        self.ranks = Ranks()
         # At addresses that captured passes rely on.
         self._before: dict[str, dict[str, Tensor]] = {}  # weights of convolutions before the task at hand
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}  # of variances before and after, while comparing
@@ -103,7 +105,18 @@ class VarianceDrift(nn.Module):
         with _weights(conv, self._before[name]):
             earlier = conv.forward(args[0])
         for total, values in zip(self._sums[name], (earlier, output), strict=True):
-            total.add_(values.float().var([axis for axis in range(values.dim()) if axis != 1], correction=0))
+            total.add_(self._variance(values))
+
+    def _variance(self, values: Tensor) -> Tensor:
+        """By channel, of the whole batch."""
+        axes = [axis for axis in range(values.dim()) if axis != 1]
+        if not self.ranks.several:
+            return values.float().var(axes, correction=0)
+        values = values.double()
+        count = values.new_full((values.shape[1],), values.numel() / values.shape[1])
+        sums = [count, values.sum(axes), values.square().sum(axes)]
+        self.ranks.add_up(sums)
+        return sums[2] / sums[0] - (sums[1] / sums[0]).square()
 
     @torch.no_grad()
     def _take_over(self, batches: int) -> None:
