@@ -70,6 +70,7 @@ def test_a_composed_method_has_what_its_parts_have():
 def test_what_tasks_share(reports):
     assert {name: report.shares for name, report in reports.items() if name in METHODS} == {
         "finetune": "the backbone",
+        "best": "convolutions",
         "confit": "convolutions",
         "hierarchical": "the backbone",
         "finetune-xconv": "convolutions",

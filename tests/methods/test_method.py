@@ -1,5 +1,7 @@
 """Methods as compositions by name."""
 
+from dataclasses import replace
+
 import pytest
 
 from confitune.errors import ConfituneError
@@ -90,9 +92,21 @@ def test_penalties_without_earlier_tasks_are_refused(base):
 def test_every_method_by_its_name():
     assert len(METHODS) >= 9
     for name, method in METHODS.items():
-        assert create_method(name) == method
+        made = create_method(name)
+        assert replace(made, penalties=()) == replace(method, penalties=())
+        assert [part.options for part in made.penalties] == [part.options for part in method.penalties]
+        assert not set(map(id, made.penalties)) & set(map(id, method.penalties))  # each run has its own
         assert method.name == name
         assert method.summary
+
+
+def test_the_parts_of_a_preset_have_options_and_are_there_once():
+    method = create_method("best+mas", {"conv-step": {"factor": 0.5}})
+    assert [part.name for part in method.penalties] == ["conv-step", "mas"]
+    assert method.penalties[0].options.factor == 0.5
+    assert create_method("best").penalties[0].options.factor == pytest.approx(1 / 3)
+    with pytest.raises(ConfituneError, match="best has conv-step already"):
+        create_method("best+conv-step")
 
 
 @pytest.mark.parametrize(

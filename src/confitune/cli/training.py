@@ -68,6 +68,7 @@ def run_command(
     variance: Annotated[
         str | None, Option(help="stored (the paper's) or ratio (follows what later tasks do to variances)")
     ] = None,
+    rank: Annotated[int | None, Option(help="keep window means as a product of this rank: fewer numbers")] = None,
     lr: Annotated[float | None, Option(help="learning rate")] = None,
     optimizer: Annotated[str | None, Option(help="sgd, adam or adamw")] = None,
     momentum: Annotated[float | None, Option(help="of SGD")] = None,

@@ -91,14 +91,7 @@ class LocalRuns:
     def _alone(self, run: Run, folder: Path, board: Progress | None, turn: Listener) -> RunResult:
         recipe, (name, seed) = self.recipe, run
         method = recipe.method(name)
-        net = ContinualNet(
-            copy.deepcopy(self.backbone.module),
-            norm=method.norm,
-            means=recipe.means,
-            statistics=recipe.statistics,
-            variance=recipe.variance,
-            **method.network,
-        )
+        net = ContinualNet(copy.deepcopy(self.backbone.module), **recipe.network(name))
         net.ranks = self.ranks
         label = f"{recipe.dataset} {name}" + (f" seed {seed}" if recipe.seeds > 1 else "")
         progress = LiveProgress(self.console, label, board)

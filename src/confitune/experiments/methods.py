@@ -18,6 +18,7 @@ NETWORK = "resnet18"
 _IN_ADDITION: Mapping[str, str] = {
     "finetune": "nothing",
     "confit": "input means in a task's last steps, recovery before a test; convolutions rest in the first half",
+    "best": "as confit; a pass and a comparison of weights at a task's end",
     "hierarchical": "nothing; convolutions rest in the first half of the epochs",
     "finetune-xconv": "input means in a task's last steps, recovery before a test",
     "task-bn": "nothing",
@@ -108,8 +109,9 @@ def report_method(name: str) -> MethodReport:
 
 
 def _parts(method: Method) -> set[str]:
-    penalties = {penalty.name for penalty in method.penalties}
-    return penalties | {part for part in method.name.split("+") if part in METHODS}
+    bases = {part for part in method.name.split("+") if part in METHODS}
+    included = {penalty.name for base in bases for penalty in METHODS[base].penalties}
+    return bases | ({penalty.name for penalty in method.penalties} - included)
 
 
 def _summary(part: str) -> str:

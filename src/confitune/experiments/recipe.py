@@ -43,6 +43,7 @@ class Recipe(TrainOptions):
     variance: Literal["stored", "ratio"] = Field(
         "stored", description="of earlier tasks: as it was (the paper's), or times what later tasks did to variances"
     )
+    rank: int | None = Field(None, ge=1, description="of what is kept of window means; default: all of them")
     options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="of methods, by part: {ewc: {strength: 3000}}; default: the paper's"
     )
@@ -60,6 +61,13 @@ class Recipe(TrainOptions):
         known = chosen_options(self.dataset)
         parts = {*known, *self.options}
         return create_method(name, {part: {**known.get(part, {}), **self.options.get(part, {})} for part in parts})
+
+    def network(self, method: str) -> dict[str, Any]:
+        """Arguments of `ContinualNet`; a method's own hold where the recipe does not say otherwise."""
+        chosen = self.method(method)
+        values = {name: getattr(self, name) for name in ("means", "statistics", "variance", "rank")}
+        own = {name: value for name, value in chosen.network.items() if name not in self.model_fields_set}
+        return {"norm": chosen.norm, **values, **own}
 
     def load_tasks(self, mean: Sequence[float], std: Sequence[float], progress: Progress | None = None) -> TaskSequence:
         """The dataset's tasks, all their training images included; see `confitune.tasks.load_tasks`."""
@@ -88,7 +96,7 @@ class Recipe(TrainOptions):
 
     def identity(self, method: str, seed: int, weights_sha256: str) -> dict[str, Any]:
         """What determines a run's result: compared before a result is taken for this run's."""
-        train, chosen = self.train_settings(seed, method), self.method(method)
+        train, chosen, network = self.train_settings(seed, method), self.method(method), self.network(method)
         how = {"device", "step", "pixels", "deterministic", "eval_batch_size"}  # may change last bits, no more
         settings = train.model_dump(mode="json", exclude=how)
         settings["precision"] = "bf16" if train.bf16(train.torch_device()) else "fp32"
@@ -105,9 +113,11 @@ class Recipe(TrainOptions):
             "method": method,
             "options": {penalty.name: penalty.options.model_dump(mode="json") for penalty in chosen.penalties}
             | ({chosen.name: dict(chosen.chosen)} if chosen.chosen else {}),
-            "means": self.means if xconv else None,
-            "statistics": self.statistics if xconv else None,
-            **({"variance": self.variance} if xconv and self.variance != "stored" else {}),
+            "means": network["means"] if xconv else None,
+            "statistics": network["statistics"] if xconv else None,
+            # Results from before there were others have the defaults.
+            **({"variance": network["variance"]} if xconv and network["variance"] != "stored" else {}),
+            **({"rank": network["rank"]} if xconv and network["rank"] is not None else {}),
             **settings,
         }
 

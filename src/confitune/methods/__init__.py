@@ -3,6 +3,7 @@
 from confitune.methods.afec import AFEC
 from confitune.methods.averaging import Averaging
 from confitune.methods.baselines import BN_ONLY, FINETUNE, JOINT, LINEAR_PROBE, SINGLE_TASK, TASK_BN
+from confitune.methods.best import BEST
 from confitune.methods.ccll import ccll
 from confitune.methods.confit import CONFIT, FINETUNE_XCONV, HIERARCHICAL
 from confitune.methods.conv_step import ConvStep
@@ -20,6 +21,7 @@ METHODS: dict[str, Method] = {
     for method in (
         FINETUNE,
         CONFIT,
+        BEST,
         HIERARCHICAL,
         FINETUNE_XCONV,
         TASK_BN,

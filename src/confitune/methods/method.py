@@ -23,7 +23,8 @@ class Method:
         separate: every task gets a fresh copy of the pre-trained network (single-task learning).
         joint: all tasks are learned at once (the upper bound).
         first_schedule: of the first task, where it differs.
-        network: further arguments of `ContinualNet`.
+        penalties: that it consists of; further ones are added by name.
+        network: further arguments of `ContinualNet`, where a run does not say otherwise.
         settings: what its paper trains with, where a run does not say otherwise: fields of `TrainSettings`.
         configure: makes the method with options of its own, for those that have any.
         options: what `configure` takes.
@@ -85,7 +86,12 @@ def compose(
     if len(found) > 1:
         raise ConfituneError(f"{name!r} names {len(found)} base methods ({', '.join(m.name for m in found)}); give one")
     base = found[0] if found else bases[default]
-    return replace(base, name=name, penalties=tuple(added))
+    # Anew, too: a part may keep something of the network that it serves.
+    own = [type(part)(**{**part.options.model_dump(), **options.get(part.name, {})}) for part in base.penalties]
+    twice = {part.name for part in own} & {part.name for part in added}
+    if twice:
+        raise ConfituneError(f"{name!r}: {base.name} has {', '.join(sorted(twice))} already")
+    return replace(base, name=name, penalties=(*own, *added))
 
 
 _PAPER_NAMES = {"mas-cpr": "mas+cpr", "mas-afec": "mas+afec"}

@@ -50,6 +50,7 @@ class ContinualNet(MeasuredSlots):
         statistics: likewise.
         variance: 'stored' (the paper's: a task keeps the variances of its own time) or 'ratio' (they are multiplied by
             what later tasks did to variances on their own images, see `VarianceDrift`).
+        rank: of what is kept of window means, see `low_rank.py`; None: all of them.
         start: of 'calibrated' layers, see `Calibration`.
         momentum: of all running statistics. The default is the paper's; timm's tf_ networks come with 0.01, which is
             too slow for tasks of a few hundred steps. None keeps what the layers have.
@@ -72,6 +73,7 @@ class ContinualNet(MeasuredSlots):
         means: Means = "window",
         statistics: Statistics = "running",
         variance: Variance = "stored",
+        rank: int | None = None,
         start: Start = "random",
         momentum: float | None = 0.1,
         example_input: Tensor | None = None,
@@ -103,7 +105,11 @@ class ContinualNet(MeasuredSlots):
         self.means: Means = means
         self.statistics: Statistics = statistics
         self.variance: Variance = variance
-        kept = (norm, means, statistics, *([variance] if variance != "stored" else []))
+        if rank is not None and rank < 1:
+            raise ConfituneError(f"a rank of {rank} keeps nothing of the input means: give 1 or more, or None for all")
+        self.rank = self._memory.rank = rank
+        further = ([variance] if variance != "stored" else []) + ([f"rank {rank}"] if rank is not None else [])
+        kept = (norm, means, statistics, *further)
         self.kind = {"xconv": kept, "calibrated": (norm, start)}.get(norm, (norm,))
         self.drift: VarianceDrift | None = None
         if norm == "xconv" and variance == "ratio":
@@ -216,6 +222,8 @@ class ContinualNet(MeasuredSlots):
         if any(not statistics.batches for statistics in self._memory.statistics.values()):
             raise ConfituneError(f"task {name!r} has seen no training batch: train it before finishing it")
         self._memory.store(entry, self.head, finished=True)
+        if self.rank is not None:
+            self._memory.load(entry, self.head)  # it is used as it is kept
         entry.image_size = self._image_size
         self._mixed.forget(name)  # a row from before may hold for these weights, but not for this state
         self._recovered_at = None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from confitune.errors import ConfituneError
 from confitune.nn.geometry import Size
 from confitune.nn.input_means import InputMeans
+from confitune.nn.low_rank import factored, is_shorter, product
 from confitune.nn.variance import VarianceDrift
 from confitune.nn.xconv import TaskNorm, XconvNorm
 
@@ -40,6 +41,13 @@ class _Slot:
     key: str
     module: nn.Module
     attribute: str
+    norm: str = ""  # the layer that recovers its mean, if it is of one
+    is_table: bool = False  # of input means
+
+    @property
+    def drifts(self) -> bool:
+        """Whether it is a variance that later tasks move."""
+        return bool(self.norm) and self.attribute == "running_var"
 
     @property
     def tensor(self) -> Tensor:
@@ -59,6 +67,7 @@ class TaskMemory:
     statistics: dict[str, InputMeans]  # by the name of the first convolution that reads the tensor
     tasks: dict[str, TaskEntry] = field(default_factory=dict)
     drift: VarianceDrift | None = None  # a finished task's variances are relative to it
+    rank: int | None = None  # of what is kept of a finished task's tables of input means; None: all of it
 
     @classmethod
     def of(cls, backbone: nn.Module) -> TaskMemory:
@@ -86,9 +95,7 @@ class TaskMemory:
         """Pack the live slot into `entry`."""
         for statistics in self.statistics.values():
             statistics.fold()
-        parts = [slot.tensor for slot in self._slots(finished)]
-        for place, norm, drift in self._drifting(finished):
-            parts[place] = drift.relative(norm, parts[place])
+        parts = [self._kept(slot, finished) for slot in self._slots(finished)]
         entry.row = torch.cat([part.reshape(-1) for part in (*parts, head.weight.detach(), head.bias.detach())])
         entry.finished = finished
         entry.sizes = tuple(statistics.size for statistics in self.statistics.values())
@@ -98,10 +105,11 @@ class TaskMemory:
     def load(self, entry: TaskEntry, head: nn.Linear) -> None:
         """Copy a task's row into the live slot; layers that recover their mean keep a stale one until prepared."""
         slots = self._slots(entry.finished)
-        live = [slot.tensor for slot in slots] + [head.weight.detach(), head.bias.detach()]
-        torch._foreach_copy_(live, _split(entry.row, [tuple(t.shape) for t in live]))
-        for place, norm, drift in self._drifting(entry.finished):
-            live[place].copy_(drift.today(norm, live[place]))
+        kept = list(self.named_parts(entry).values())
+        values = [self._live(slot, part, entry.finished) for slot, part in zip(slots, kept[:-2], strict=True)]
+        torch._foreach_copy_(
+            [*(slot.tensor for slot in slots), head.weight.detach(), head.bias.detach()], [*values, *kept[-2:]]
+        )
         for statistics, size, batches in zip(self.statistics.values(), entry.sizes, entry.batches, strict=True):
             statistics.restore(size, batches)
 
@@ -113,7 +121,7 @@ class TaskMemory:
 
     def shapes(self, finished: bool, classes: int, features: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes of a row's parts, in their order."""
-        norm = {slot.key: tuple(slot.tensor.shape) for slot in self._slots(finished)}
+        norm = {slot.key: self._kept_shape(slot, finished) for slot in self._slots(finished)}
         return {**norm, "head.weight": (classes, features), "head.bias": (classes,)}
 
     def stored_tables(self, task: str, statistics: InputMeans) -> tuple[list[Tensor], Size | None]:
@@ -124,25 +132,48 @@ class TaskMemory:
         if not entry.finished:  # what is stored of it may be older than what is live
             raise ConfituneError(f"task {task!r} is not finished, so its input statistics still move: finish it first")
         parts = self.named_parts(entry)
-        return [parts[_table_key(name, table)] for table in range(len(statistics.tables))], entry.sizes[place]
+        slots = {slot.key: slot for slot in self._slots(finished=True)}
+        keys = [_table_key(name, table) for table in range(len(statistics.tables))]
+        return [self._live(slots[key], parts[key], finished=True) for key in keys], entry.sizes[place]
 
     def norm_numbers(self, finished: bool) -> int:
         """How many numbers of a row are not the head's."""
-        return sum(slot.tensor.numel() for slot in self._slots(finished))
+        return sum(math.prod(self._kept_shape(slot, finished)) for slot in self._slots(finished))
 
-    def _drifting(self, finished: bool) -> list[tuple[int, str, VarianceDrift]]:
-        """Places among the slots of variances that are kept relative to the drift, and whose they are."""
-        if self.drift is None or not finished:
-            return []
-        places = {slot.key: place for place, slot in enumerate(self._slots(finished))}
-        return [(places[f"{name}.running_var"], name, self.drift) for name in self.drift.ratios()]
+    def _kept(self, slot: _Slot, finished: bool) -> Tensor:
+        """What is kept of a live tensor."""
+        if finished and slot.drifts and self.drift is not None:
+            return self.drift.relative(slot.norm, slot.tensor)
+        if finished and slot.is_table and is_shorter(tuple(slot.tensor.shape), self.rank):
+            assert self.rank is not None
+            return factored(slot.tensor, self.rank)
+        return slot.tensor
+
+    def _live(self, slot: _Slot, kept: Tensor, finished: bool) -> Tensor:
+        """What a live tensor is to be for what was kept of it."""
+        if finished and slot.drifts and self.drift is not None:
+            return self.drift.today(slot.norm, kept)
+        if finished and slot.is_table and is_shorter(tuple(slot.tensor.shape), self.rank):
+            return product(kept, tuple(slot.tensor.shape))
+        return kept
+
+    def _kept_shape(self, slot: _Slot, finished: bool) -> tuple[int, ...]:
+        shape = tuple(slot.tensor.shape)
+        if finished and slot.is_table and is_shorter(shape, self.rank):
+            assert self.rank is not None
+            return (shape[0] + shape[1] * shape[2], self.rank)
+        return shape
 
     def _slots(self, finished: bool) -> list[_Slot]:
         slots = []
         for name, norm in self.norms.items():
             recovers = isinstance(norm, XconvNorm)
             fields = ["weight", "bias", "running_var"] + ([] if recovers and finished else ["running_mean"])
-            slots += [_Slot(f"{name}.{f}", norm, f) for f in fields if getattr(norm, f) is not None]
+            slots += [
+                _Slot(f"{name}.{f}", norm, f, norm=name if recovers else "")
+                for f in fields
+                if getattr(norm, f) is not None
+            ]
             calibration = norm.calibrated_by
             if calibration is not None:
                 spatial, gate = calibration.spatial, calibration.gate
@@ -154,7 +185,8 @@ class TaskMemory:
                     slots.append(_Slot(f"{name}.calibration.{part}", module, field))
         for name, statistics in self.statistics.items():
             slots += [
-                _Slot(_table_key(name, table), statistics, f"table{table}") for table in range(len(statistics.tables))
+                _Slot(_table_key(name, table), statistics, f"table{table}", is_table=True)
+                for table in range(len(statistics.tables))
             ]
         return slots
 
