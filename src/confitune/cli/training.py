@@ -270,3 +270,27 @@ def report_command(
 
     page, twin = write_report(folder, out, title)
     Console().print(f"The report is {page}, as Markdown {twin}", soft_wrap=True, markup=False, highlight=False)
+
+
+@app.command(name="compare")
+def compare_command(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="folders that `confitune run` wrote")],
+    out: Annotated[Path | None, Option(metavar="FILE", help="also write the tables there, as Markdown")] = None,
+) -> None:
+    """Put runs of different settings side by side: the options that differ, and what they did.
+
+    One table a dataset, best accuracy first. Runs that differ only in their seed are one row.
+
+    [bold]Examples[/bold]
+
+      confitune compare runs/lr-0.01 runs/lr-0.03
+
+      confitune compare results/beyond --out beyond.md
+    """
+    from confitune.experiments import comparison_page
+    from confitune.files import write_whole
+
+    page = comparison_page(folders)
+    print(page, end="")
+    if out is not None:
+        write_whole(out, lambda file: file.write(page.encode()))

@@ -1,5 +1,6 @@
 """Recipe -> runs -> summary and pictures."""
 
+from confitune.experiments.comparison import comparison_page
 from confitune.experiments.doctor import Examination, Finding, examine
 from confitune.experiments.local import run_folder
 from confitune.experiments.method_tables import method_page, methods_table
@@ -24,6 +25,7 @@ __all__ = [
     "Scope",
     "Search",
     "collect_results",
+    "comparison_page",
     "draw_pictures",
     "edge_note",
     "examine",
