@@ -576,7 +576,7 @@ def test_tune_takes_a_recipe_and_options_win_over_it(confitune, tmp_path, monkey
     )
     assert search.validation(0.5).options == {"mas": {"strength": 7.0}, "cpr": {"beta": 0.5}}
     assert out == tmp_path / "out"
-    assert (how["resume"], how["parallel_seeds"], how["retrain"]) == (True, 2, False)
+    assert (how["resume"], how["place"].at_once, how["retrain"]) == (True, 2, False)
 
 
 def test_methods_lists_all_of_them(confitune):
