@@ -95,7 +95,7 @@ def finish_plan(plan: Plan, place: Place) -> list[RunResult]:
         else:
             failures.append((job, outcome))
     if failures:
-        raise _in_one(failures)
+        raise _in_one(sorted(failures, key=lambda failure: plan.jobs.index(failure[0])))
     return [done[job.folder] for job in plan.jobs]
 
 
