@@ -13,6 +13,7 @@ from confitune import metrics
 from confitune.engine import Checkpoint, RunResult, SequenceRun
 from confitune.errors import ConfituneError
 from confitune.experiments import make_recipe, run_folder, run_recipe
+from confitune.experiments.job import TrainingError
 from confitune.experiments.local import LocalPlace
 from confitune.nn import create_backbone, state_sha256
 from confitune.tasks import exclusive
@@ -269,6 +270,17 @@ def test_what_is_finished_is_summarised_even_if_the_next_run_fails(values, tmp_p
     with pytest.raises(Killed):
         run_recipe(make_recipe({**values, "tasks": 1}), tmp_path)
     assert set(json.loads((tmp_path / "summary.json").read_text())["digits"]) == {"finetune"}
+
+
+def test_a_run_that_diverges_does_not_stop_the_others(values, tmp_path):
+    given = {**values, "methods": ["ewc", "linear-probe", "ewc+confit"], "options": {"ewc": {"strength": 1e30}}}
+    with pytest.raises(TrainingError) as caught:
+        run_recipe(make_recipe(given), tmp_path)
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("digits ewc: the loss of task 'task2' became")
+    assert second.startswith("digits ewc+confit: the loss of task 'task2' became")
+    assert caught.value.config["method"] == "ewc"
+    assert set(json.loads((tmp_path / "summary.json").read_text())["digits"]) == {"linear-probe"}
 
 
 def test_a_network_without_batch_norm_is_refused_before_anything_is_trained(values, tmp_path, started):

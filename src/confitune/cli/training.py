@@ -15,7 +15,7 @@ _WITH_RESUME = "the same command with --resume goes on where it was"
 On = Annotated[
     str,
     Option(
-        metavar="local|ray|HOST:PORT",
+        metavar="PLACE",
         help="where runs are done. local: one after the other. ray: many at once on this machine (or on the cluster "
         "that RAY_ADDRESS names). HOST:PORT or ray://HOST:PORT: on that Ray cluster, whose nodes must share the folder "
         "of --out. A run whose node dies goes on from its checkpoint on another: docs/scaling.md",

@@ -60,7 +60,9 @@ def _connect(ray: Any, on: str) -> None:
         ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         where = f"the Ray cluster at {address} cannot be used" if address else "Ray cannot be started here"
-        raise ConfituneError(f"{where}: {error}") from error
+        asked = "AuthToken" in f"{error} {error.__cause__}"
+        hint = "; it asks for a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the file that holds it"
+        raise ConfituneError(f"{where}: {error}{hint if asked else ''}") from error
 
 
 def _require_answer(address: str, on: str) -> None:
