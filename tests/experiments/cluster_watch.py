@@ -3,8 +3,6 @@
 import os
 import time
 
-import ray
-
 from confitune.engine import Listener
 
 
@@ -29,6 +27,8 @@ class _Waiting(Listener):
     def task_started(self, task, name, first_epoch):
         if task == 0:
             return
+        import ray
+
         try:
             with (self._folder.parents[2] / "paused").open("x") as file:
                 file.write(ray.get_runtime_context().get_node_id())

@@ -10,7 +10,6 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 import torch
@@ -60,13 +59,8 @@ class TwoNodes:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    token = tmp_path_factory.mktemp("ray") / "token"
-    token.write_text(uuid4().hex)
+def cluster():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_AUTH_MODE", "token")  # with a token of its own, whatever the one is that this machine keeps
-        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         paths = [str(HERE.parents[1] / "src"), str(HERE), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))  # of the workers
         patch.syspath_prepend(str(HERE))
