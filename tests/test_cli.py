@@ -18,6 +18,7 @@ from PIL import Image
 
 from confitune import cli, metrics
 from confitune.engine import RunResult, SequenceRun
+from confitune.errors import ConfituneError
 from confitune.files import read_sealed
 from confitune.nn import create_backbone, state_sha256
 
@@ -576,7 +577,25 @@ def test_tune_takes_a_recipe_and_options_win_over_it(confitune, tmp_path, monkey
     )
     assert search.validation(0.5).options == {"mas": {"strength": 7.0}, "cpr": {"beta": 0.5}}
     assert out == tmp_path / "out"
-    assert (how["resume"], how["parallel_seeds"], how["retrain"]) == (True, 2, False)
+    assert (how["resume"], how["place"].at_once, how["retrain"]) == (True, 2, False)
+
+
+@pytest.mark.parametrize("command", [["run"], ["tune", "ewc"], ["reproduce", "table2", "--datasets", "digits"]])
+def test_runs_are_done_where_they_are_asked_for(confitune, tmp_path, monkeypatch, command):
+    asked = []
+
+    def nowhere(**options):
+        asked.append({name: value for name, value in options.items() if name != "console"})
+        raise ConfituneError("there is no such place")
+
+    monkeypatch.setattr("confitune.experiments.open_place", nowhere)
+    there = ["--on", "head:6379", "--gpus-per-run", 0.2, "--cpus-per-run", 3, "--parallel-seeds", 2]
+    for options in ([], there):
+        assert "there is no such place" in refused(confitune(*command, *options, "--out", tmp_path))
+    assert asked == [
+        {"on": "local", "parallel_seeds": 1, "gpus_per_run": None, "cpus_per_run": None},
+        {"on": "head:6379", "parallel_seeds": 2, "gpus_per_run": 0.2, "cpus_per_run": 3},
+    ]
 
 
 def test_methods_lists_all_of_them(confitune):

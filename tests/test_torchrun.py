@@ -14,7 +14,7 @@ import torch.distributed as dist
 from confitune import cli
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError, SaidElsewhereError
-from confitune.experiments import make_recipe, run_recipe
+from confitune.experiments import make_recipe, open_place, run_recipe
 from confitune.ranks import LostProcessError, Ranks, joined, refuse_several
 
 HERE = Path(__file__).parent
@@ -156,9 +156,17 @@ def test_the_others_wait_until_the_first_has_the_data():
 
 def test_seeds_side_by_side_and_watching_need_one_process(tmp_path):
     recipe = make_recipe({"dataset": "digits", "seeds": 2})
-    for options in ({"parallel_seeds": 2}, {"watch": lambda *given: ()}):
-        with pytest.raises(ConfituneError, match="2 processes do one run at a time"):
-            run_recipe(recipe, tmp_path / "out", ranks=Ranks(0, 2), **options)
+    for options in ({"parallel_seeds": 2}, {"on": "ray"}):
+        with (
+            pytest.raises(ConfituneError, match="2 processes do one run at a time"),
+            open_place(ranks=Ranks(0, 2), **options),
+        ):
+            pass
+    with (
+        open_place(ranks=Ranks(0, 2)) as place,
+        pytest.raises(ConfituneError, match="measuring on the way needs one process, not 2"),
+    ):
+        run_recipe(recipe, tmp_path / "out", place=place, watch=lambda *given: ())
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -1,10 +1,15 @@
 """Finished runs of a tiny timm network on two tasks of the digits, made once."""
 
+import os
 import shutil
+from uuid import uuid4
 
 import pytest
 
 from confitune.experiments import make_recipe, run_recipe
+
+# Ray reads these when it is first used: its clusters here have a token of their own, whatever this machine keeps.
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid4().hex, RAY_USAGE_STATS_ENABLED="0")
 
 
 @pytest.fixture(scope="session")

@@ -125,7 +125,7 @@ def test_a_file_names_what_to_do_and_options_win(tmp_path):
     path.write_text("what: [table1, curves]\ndatasets: [cifar100, flowers102]\nseeds: 3\nmodel: resnet34\n")
     given = {"what": [str(path), "theory"], "out": tmp_path, "quick": False, "seeds": None}
     given["datasets"] = ["photos,digits"]
-    scope, whats = read_scope({**given, "methods": None, "pipeline": None, "parallel_seeds": 2})
+    scope, whats = read_scope({**given, "methods": None, "pipeline": None})
     assert whats == ["table1", "curves", "theory"]
     assert (scope.datasets, scope.seeds, scope.methods, scope.pipeline) == (("photos", "digits"), 3, None, "published")
     assert scope.given == {"model": "resnet34"}
@@ -157,13 +157,13 @@ def tiny(values, tmp_path):
 
 def test_tables_and_figures_are_made_and_runs_not_repeated(tiny, monkeypatch):
     ran = []
-    real = session_module.run_recipe
+    real = session_module.plan_recipe
 
-    def counted(recipe, folder, **options):
+    def counted(recipe, folder, place, **options):
         ran.append(recipe.methods)
-        return real(recipe, folder, **options)
+        return real(recipe, folder, place, **options)
 
-    monkeypatch.setattr(session_module, "run_recipe", counted)
+    monkeypatch.setattr(session_module, "plan_recipe", counted)
     ablation, _ = reproduce(["table2", "shift"], tiny)
     assert sorted(m for (m,) in ran) == ["confit", "finetune", "finetune-xconv", "hierarchical"]
     assert {c.method for c in ablation.cells} == {m for (m,) in ran}

@@ -13,6 +13,8 @@ from confitune import metrics
 from confitune.engine import Checkpoint, RunResult, SequenceRun
 from confitune.errors import ConfituneError
 from confitune.experiments import make_recipe, run_folder, run_recipe
+from confitune.experiments.job import TrainingError
+from confitune.experiments.local import LocalPlace
 from confitune.nn import create_backbone, state_sha256
 from confitune.tasks import exclusive
 
@@ -123,7 +125,7 @@ def test_resume_on_an_empty_folder_just_starts(values, tmp_path, started):
 
 
 def test_resume_on_a_finished_folder_runs_nothing(finished, values, started, monkeypatch):
-    monkeypatch.setattr("confitune.experiments.runner.load_sequence", lambda *_: pytest.fail("no images are needed"))
+    monkeypatch.setattr("confitune.experiments.group.load_sequence", lambda *_: pytest.fail("no images are needed"))
     before = {path: content for path, content in contents(finished).items() if path.stem != "summary"}
     results = run_recipe(make_recipe({**values, "seeds": 2}), finished, resume=True)
     assert started == []
@@ -270,6 +272,17 @@ def test_what_is_finished_is_summarised_even_if_the_next_run_fails(values, tmp_p
     assert set(json.loads((tmp_path / "summary.json").read_text())["digits"]) == {"finetune"}
 
 
+def test_a_run_that_diverges_does_not_stop_the_others(values, tmp_path):
+    given = {**values, "methods": ["ewc", "linear-probe", "ewc+confit"], "options": {"ewc": {"strength": 1e30}}}
+    with pytest.raises(TrainingError) as caught:
+        run_recipe(make_recipe(given), tmp_path)
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("digits ewc: the loss of task 'task2' became")
+    assert second.startswith("digits ewc+confit: the loss of task 'task2' became")
+    assert caught.value.config["method"] == "ewc"
+    assert set(json.loads((tmp_path / "summary.json").read_text())["digits"]) == {"linear-probe"}
+
+
 def test_a_network_without_batch_norm_is_refused_before_anything_is_trained(values, tmp_path, started):
     recipe = make_recipe({**values, "model": "vit_tiny_patch16_224", "weights": "none"})
     with pytest.raises(ConfituneError, match="VisionTransformer has no batch norm"):
@@ -280,7 +293,7 @@ def test_a_network_without_batch_norm_is_refused_before_anything_is_trained(valu
 
 def test_progress_is_told_to_the_console(values, tmp_path):
     console = Console(file=io.StringIO(), force_terminal=False, width=150)
-    (result,) = run_recipe(make_recipe({**values, "methods": ["linear-probe"]}), tmp_path, console=console)
+    (result,) = run_recipe(make_recipe({**values, "methods": ["linear-probe"]}), tmp_path, place=LocalPlace(console))
     lines = console.file.getvalue().splitlines()
     assert [line.split(", loss")[0] for line in lines] == [f"digits linear-probe: task {task} of 2" for task in (1, 2)]
     assert lines[-1].endswith(f"average accuracy so far {result.acc:.1f}%")
@@ -301,7 +314,7 @@ def test_seeds_side_by_side_give_the_results_of_one_after_the_other(finished, va
     one_by_one = run_recipe(recipe, finished, resume=True)  # seeds 0 and 1 were run so before, seed 2 is now
     assert started == [("confit", 2)]
     started.clear()
-    together = run_recipe(recipe, tmp_path / "together", parallel_seeds=2)
+    together = run_recipe(recipe, tmp_path / "together", place=LocalPlace(parallel_seeds=2))
     assert sorted(started) == [("confit", seed) for seed in range(3)]
     for seed, (mine, other) in enumerate(zip(together, one_by_one, strict=True)):
         saved = RunResult.load(run_folder(tmp_path / "together", "digits", "confit", seed) / "result.json")
@@ -328,7 +341,7 @@ def test_so_many_seeds_are_side_by_side_and_methods_never(values, tmp_path, monk
 
     monkeypatch.setattr(SequenceRun, "run", spy)
     recipe = make_recipe({**values, "methods": ["linear-probe", "bn-only"], "tasks": 1, "seeds": 3})
-    run_recipe(recipe, tmp_path, parallel_seeds=2)
+    run_recipe(recipe, tmp_path, place=LocalPlace(parallel_seeds=2))
     expected = []
     for method in ("linear-probe", "bn-only"):
         expected += [[(method, 0)], [(method, 0), (method, 1)], [(method, 2)]]
@@ -341,7 +354,7 @@ def test_resume_runs_only_the_seeds_that_are_left(finished, values, started):
     for name in ("result.json", "checkpoint.pt"):
         (finished / "digits/finetune/seed-1" / name).unlink(missing_ok=True)
     recipe = make_recipe({**values, "methods": ["finetune"], "seeds": 3})
-    results = run_recipe(recipe, finished, resume=True, parallel_seeds=2)
+    results = run_recipe(recipe, finished, resume=True, place=LocalPlace(parallel_seeds=2))
     assert sorted(started) == [("finetune", 1), ("finetune", 2)]
     assert [result.seed for result in results] == [0, 1, 2]
     assert results[1].final_sha256 == expected.final_sha256
@@ -358,7 +371,9 @@ def test_an_error_in_one_seed_stops_those_beside_it(values, tmp_path, monkeypatc
 
     monkeypatch.setattr(SequenceRun, "run", second_fails)
     with pytest.raises(Killed):
-        run_recipe(make_recipe({**values, "methods": ["finetune"], "seeds": 3}), tmp_path, parallel_seeds=3)
+        run_recipe(
+            make_recipe({**values, "methods": ["finetune"], "seeds": 3}), tmp_path, place=LocalPlace(parallel_seeds=3)
+        )
     assert [path.parent.name for path in tmp_path.rglob("result.json")] == []
 
 

@@ -26,13 +26,13 @@ from confitune.experiments import (
     search_table,
     winner,
 )
-from confitune.experiments.local import TrainingError
-from confitune.experiments.runner import load_backbone, load_sequence
+from confitune.experiments.group import load_backbone, load_sequence
+from confitune.experiments.job import TrainingError
+from confitune.experiments.local import LocalPlace
 from confitune.metrics import mean_and_interval
 from confitune.nn import create_backbone
 from confitune.tasks import load_tasks
 
-QUIET = Console(quiet=True)
 ROUNDED = (75.7, 80.1, 91.2, 70.3, 66.6)  # their mean depends on their order, in its last bits
 
 
@@ -63,30 +63,40 @@ def point(value, *measured):
     return Point(value, tuple(outcome(acc, fgt, seed) for seed, (acc, fgt) in enumerate(measured)))
 
 
-@pytest.fixture
-def faked(monkeypatch):
+class Told(LocalPlace):
     """Runs that are told what to give: by (value of the option, whether images are held out) -> results or an error.
 
-    `faked.calls` says what was run where.
+    `begun` says which runs were announced, `asked` which results were asked for.
     """
 
-    class Faked:
-        def __init__(self):
-            self.calls, self.give = [], {}
+    def __init__(self, console=None, parallel_seeds=1):
+        super().__init__(console, parallel_seeds)
+        self.give, self.begun, self.asked = {}, [], []
 
-        def __call__(self, recipe, out, *, resume, parallel_seeds, console):
-            (options,) = recipe.options.values()
-            value = options["strength"]
-            self.calls.append((value, recipe.held_out, out, resume, parallel_seeds))
-            given = self.give[value, recipe.held_out is not None]
-            if isinstance(given, Exception):
-                out.mkdir(parents=True, exist_ok=True)
+    def begin(self, jobs):
+        self.begun.append([(*self._point(job), job.seed) for job in jobs])
+
+    def results(self, jobs):
+        point = self._point(jobs[0])
+        self.asked.append((*point, jobs[0].out))
+        for job in jobs:
+            given = self.give[point]
+            job.out.mkdir(parents=True, exist_ok=True)
+            if isinstance(given, TrainingError):
+                yield job, given
+            elif isinstance(given, Exception):
                 raise given
-            return given
+            else:
+                yield job, given[job.seed]
 
-    fake = Faked()
-    monkeypatch.setattr("confitune.experiments.tune.run_recipe", fake)
-    return fake
+    def _point(self, job):
+        (options,) = job.recipe.options.values()
+        return options["strength"], job.recipe.held_out is not None
+
+
+@pytest.fixture
+def told():
+    return Told()
 
 
 def planned(values, grid=("1", "10", "100"), **more):
@@ -169,7 +179,7 @@ def test_what_cannot_be_searched_is_explained(method, option, grid, message):
 
 
 def rows(recipe):
-    sequence = load_sequence(recipe, load_backbone(recipe), QUIET)
+    sequence = load_sequence(recipe, load_backbone(recipe))
     return [(task.train.rows.tolist(), task.test.rows.tolist()) for task in sequence]
 
 
@@ -177,7 +187,7 @@ def test_a_tenth_of_every_class_is_held_out_and_the_test_images_are_left_alone(v
     recipe = planned(values).validation(10.0)
     backbone = create_backbone(recipe.model, recipe.weights)
     whole = load_tasks("digits", mean=backbone.mean, std=backbone.std, tasks=2)
-    split = load_sequence(recipe, backbone, QUIET)
+    split = load_sequence(recipe, backbone)
     for before, after in zip(whole, split, strict=True):
         kept, held = set(after.train.rows.tolist()), set(after.test.rows.tolist())
         assert not kept & held
@@ -249,35 +259,39 @@ def test_a_winner_at_the_edge_is_pointed_out(values):
 # ---- a search with runs that are told what to give -------------------------------------------------------------------
 
 
-def give(faked, accs, retrained=70.0):
+def give(told, accs, retrained=70.0):
     for value, acc in accs.items():
         failed = isinstance(acc, Exception)
-        faked.give[value, True] = acc if failed else [outcome(acc + d, 2.0, s) for s, d in enumerate((-1, 1))]
-        faked.give[value, False] = [outcome(retrained + d, 3.0, s) for s, d in enumerate((-1, 1))]
+        told.give[value, True] = acc if failed else [outcome(acc + d, 2.0, s) for s, d in enumerate((-1, 1))]
+        told.give[value, False] = [outcome(retrained + d, 3.0, s) for s, d in enumerate((-1, 1))]
 
 
-def test_every_value_is_run_in_its_own_folder_and_the_winner_again_on_everything(faked, values, tmp_path):
-    give(faked, {1.0: 80, 10.0: 90, 100.0: 85})
-    points, retrained = run_search(planned(values, seeds=2), tmp_path, parallel_seeds=2)
-    grid = [(v, 0.1, tmp_path / "grid" / f"ewc.strength={v:g}", False, 2) for v in (1.0, 10.0, 100.0)]
-    assert faked.calls == [*grid, (10.0, None, tmp_path / "retrained" / "ewc.strength=10", False, 2)]
+def test_every_value_is_run_in_its_own_folder_and_the_winner_again_on_everything(told, values, tmp_path):
+    give(told, {1.0: 80, 10.0: 90, 100.0: 85})
+    points, retrained = run_search(planned(values, seeds=2), tmp_path, place=told)
+    grid = [(v, True, tmp_path / "grid" / f"ewc.strength={v:g}") for v in (1.0, 10.0, 100.0)]
+    assert told.asked == [*grid, (10.0, False, tmp_path / "retrained" / "ewc.strength=10")]
+    assert told.begun == [  # the whole grid before any of its results is asked for
+        [(v, True, seed) for v in (1.0, 10.0, 100.0) for seed in (0, 1)],
+        [(10.0, False, seed) for seed in (0, 1)],
+    ]
     assert [p.value for p in points] == [1.0, 10.0, 100.0]
     assert [p.acc for p in points] == [80, 90, 85]
     assert np.mean([r.acc for r in retrained]) == 70
 
 
-def test_without_retraining_nothing_is_tested(faked, values, tmp_path):
-    give(faked, {1.0: 80, 10.0: 90, 100.0: 85})
-    _, retrained = run_search(planned(values), tmp_path, retrain=False)
+def test_without_retraining_nothing_is_tested(told, values, tmp_path):
+    give(told, {1.0: 80, 10.0: 90, 100.0: 85})
+    _, retrained = run_search(planned(values), tmp_path, place=told, retrain=False)
     assert retrained == []
-    assert {call[1] for call in faked.calls} == {0.1}
+    assert {held_out for _, held_out, _ in told.asked} == {True}
     found = json.loads((tmp_path / "search.json").read_text())
     assert (found["winner"], found["retrained"]) == (10.0, None)
 
 
-def test_the_summary_holds_every_value_and_where_it_comes_from(faked, values, tmp_path):
-    give(faked, {1.0: 80, 10.0: TrainingError("the loss became nan", {"seed": 0}), 100.0: 85})
-    run_search(planned(values, seeds=2), tmp_path)
+def test_the_summary_holds_every_value_and_where_it_comes_from(told, values, tmp_path):
+    give(told, {1.0: 80, 10.0: TrainingError("the loss became nan", {"seed": 0}), 100.0: 85})
+    run_search(planned(values, seeds=2), tmp_path, place=told)
     found = json.loads((tmp_path / "search.json").read_text())
     assert (found["dataset"], found["method"], found["option"]) == ("digits", "ewc", "ewc.strength")
     assert (found["grid"], found["held_out"], found["winner"]) == ([1.0, 10.0, 100.0], 0.1, 100.0)
@@ -294,22 +308,23 @@ def test_the_summary_holds_every_value_and_where_it_comes_from(faked, values, tm
         assert picture.size == (1280, 960)
 
 
-def test_a_search_that_is_broken_off_has_no_winner_yet(faked, values, tmp_path):
-    give(faked, {1.0: 80, 10.0: 90})
-    faked.give[100.0, True] = ValueError("killed")
+def test_a_search_that_is_broken_off_has_no_winner_yet(told, values, tmp_path):
+    give(told, {1.0: 80, 10.0: 90})
+    told.give[100.0, True] = ValueError("killed")
     with pytest.raises(ValueError, match="killed"):
-        run_search(planned(values), tmp_path)
+        run_search(planned(values), tmp_path, place=told)
     found = json.loads((tmp_path / "search.json").read_text())
     assert [entry["value"] for entry in found["points"]] == [1.0, 10.0]
     assert found["winner"] is None
     assert not (tmp_path / "winner.yaml").exists()
 
 
-def test_a_failed_value_is_recorded_and_shown_and_the_search_goes_on(faked, values, tmp_path):
+def test_a_failed_value_is_recorded_and_shown_and_the_search_goes_on(told, values, tmp_path):
     search = planned(values, seeds=2)
-    give(faked, {1.0: 80, 10.0: TrainingError("the loss [of] task1 became nan", {"seed": 0}), 100.0: 85})
+    give(told, {1.0: 80, 10.0: TrainingError("the loss [of] task1 became nan", {"seed": 0}), 100.0: 85})
     console = Console(file=io.StringIO(), width=160)
-    points, retrained = run_search(search, tmp_path, console=console)
+    told.console = console
+    points, retrained = run_search(search, tmp_path, place=told)
     assert [p.failure for p in points] == ["", "the loss [of] task1 became nan", ""]
     record = json.loads((tmp_path / "grid/ewc.strength=10/failed.json").read_text())
     assert record == {"message": "the loss [of] task1 became nan", "config": {"seed": 0}}
@@ -326,28 +341,29 @@ def test_a_failed_value_is_recorded_and_shown_and_the_search_goes_on(faked, valu
     assert [row.style for row in search_table(search, points, retrained).rows] == ["", None, "bold"]
 
 
-def test_where_all_fail_that_is_said(faked, values, tmp_path):
-    give(faked, dict.fromkeys((1.0, 10.0, 100.0), TrainingError("the loss became nan", {"seed": 0})))
+def test_where_all_fail_that_is_said(told, values, tmp_path):
+    give(told, dict.fromkeys((1.0, 10.0, 100.0), TrainingError("the loss became nan", {"seed": 0})))
     with pytest.raises(ConfituneError, match=r"no value of ewc.strength could be trained; .* the loss became nan"):
-        run_search(planned(values), tmp_path)
-    assert [call[0] for call in faked.calls] == [1.0, 10.0, 100.0]
+        run_search(planned(values), tmp_path, place=told)
+    assert [value for value, _, _ in told.asked] == [1.0, 10.0, 100.0]
     assert json.loads((tmp_path / "search.json").read_text())["winner"] is None
 
 
-def test_an_error_before_training_is_no_failure_of_the_value(faked, values, tmp_path):
-    give(faked, {1.0: ConfituneError("no weights file"), 10.0: 80, 100.0: 80})
+def test_an_error_before_training_is_no_failure_of_the_value(told, values, tmp_path):
+    give(told, {1.0: ConfituneError("no weights file"), 10.0: 80, 100.0: 80})
     with pytest.raises(ConfituneError, match="no weights file"):
-        run_search(planned(values), tmp_path)
-    assert len(faked.calls) == 1
+        run_search(planned(values), tmp_path, place=told)
+    assert len(told.asked) == 1
     assert not list(tmp_path.rglob("failed.json"))
 
 
-def test_progress_says_which_of_how_many_and_what_is_left(faked, values, tmp_path):
+def test_progress_says_which_of_how_many_and_what_is_left(told, values, tmp_path):
     for value in (1.0, 10.0, 100.0):
-        faked.give[value, True] = [outcome(80, 1, seed, seconds=300.0) for seed in (0, 1)]
-        faked.give[value, False] = faked.give[value, True]
+        told.give[value, True] = [outcome(80, 1, seed, seconds=300.0) for seed in (0, 1)]
+        told.give[value, False] = told.give[value, True]
     console = Console(file=io.StringIO(), width=150)
-    run_search(planned(values, seeds=2), tmp_path, parallel_seeds=2, console=console)
+    told.console, told.at_once = console, 2
+    run_search(planned(values, seeds=2), tmp_path, place=told)
     assert console.file.getvalue().splitlines() == [
         "grid point 1 of 3: ewc.strength=1 (2 more after it, then the retraining)",
         # A value takes 2 * 300 seconds of two runs at once: 5 minutes; two are left, and the retraining.
@@ -501,11 +517,11 @@ def test_a_folder_of_full_runs_is_refused(values, finished, started):
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
 
 
-def test_the_retraining_of_another_winner_goes_beside(faked, values, tmp_path):
-    give(faked, {1.0: 80, 10.0: 90, 100.0: 85, 1000.0: 95})
-    run_search(planned(values), tmp_path)
-    run_search(planned(values, grid=("1", "10", "100", "1000")), tmp_path, resume=True)
-    assert [call[2].parts[-2:] for call in faked.calls if call[1] is None] == [
+def test_the_retraining_of_another_winner_goes_beside(told, values, tmp_path):
+    give(told, {1.0: 80, 10.0: 90, 100.0: 85, 1000.0: 95})
+    run_search(planned(values), tmp_path, place=told)
+    run_search(planned(values, grid=("1", "10", "100", "1000")), tmp_path, place=told, resume=True)
+    assert [out.parts[-2:] for _, held_out, out in told.asked if not held_out] == [
         ("retrained", "ewc.strength=10"),
         ("retrained", "ewc.strength=1000"),
     ]

@@ -12,6 +12,24 @@ from confitune.cli.app import Option, app, stoppable
 
 _WITH_RESUME = "the same command with --resume goes on where it was"
 
+On = Annotated[
+    str,
+    Option(
+        metavar="PLACE",
+        help="where runs are done. local: one after the other. ray: many at once on this machine (or on the cluster "
+        "that RAY_ADDRESS names). HOST:PORT or ray://HOST:PORT: on that Ray cluster, whose nodes must share the folder "
+        "of --out. A run whose node dies goes on from its checkpoint on another: docs/scaling.md",
+    ),
+]
+GpusPerRun = Annotated[
+    float | None,
+    Option(min=0, max=1, help="on Ray: a run's share of a GPU; 0.2: five at once on each; default: 1, where there are"),
+]
+CpusPerRun = Annotated[
+    int | None,
+    Option(min=1, help="on Ray: a run's CPUs and torch's threads; default: its GPU's part of the node's, else up to 4"),
+]
+
 
 def _recipe_values(recipe: Path | None, given: dict[str, Any], set_option: list[str] | None) -> dict[str, Any]:
     """The file's values with those given on the command line over them."""
@@ -28,7 +46,15 @@ def _source(recipe: Path | None) -> str:
     return str(recipe) if recipe else "the options given"
 
 
-_NOT_IN_RECIPE = ("recipe", "method", "set_option", "parallel_seeds", "checkpoint_seconds", "out", "resume")
+_PLACE = ("on", "parallel_seeds", "gpus_per_run", "cpus_per_run")
+
+
+def _place(asked: dict[str, Any]) -> dict[str, Any]:
+    """What says where runs are done."""
+    return {name: asked[name] for name in _PLACE}
+
+
+_NOT_IN_RECIPE = ("recipe", "method", "set_option", "checkpoint_seconds", "out", "resume", *_PLACE)
 
 
 @app.command(name="run")
@@ -81,6 +107,9 @@ def run_command(
         Option("--set", help="repeatable: an option of a method, e.g. ewc.strength=3000 (see `confitune methods`)"),
     ] = None,
     parallel_seeds: Annotated[int, Option(min=1, help="so many seeds of a method at once, to fill a large GPU")] = 1,
+    on: On = "local",
+    gpus_per_run: GpusPerRun = None,
+    cpus_per_run: CpusPerRun = None,
     checkpoint_seconds: Annotated[float, Option(min=0, help="how much work a killed run may lose, at most")] = 30.0,
     out: Annotated[Path, Option(help="results, logs and pictures go below this folder")] = Path("confitune-run"),
     resume: Annotated[bool, Option(help="take what is finished there as it is, and go on with what is not")] = False,
@@ -98,10 +127,13 @@ def run_command(
 
       confitune run recipes/flowers102.yaml --out runs/flowers --resume
 
+      confitune run --method confit --method ewc --method mas --seeds 5 --on ray --cpus-per-run 1
+
       torchrun --nproc-per-node 4 -m confitune run --dataset flowers102  [dim]# one network on four GPUs[/dim]
     """
-    given = {name: value for name, value in locals().items() if name not in _NOT_IN_RECIPE}
-    from confitune.experiments import draw_pictures, make_recipe, run_recipe, summary_table
+    asked = dict(locals())
+    given = {name: value for name, value in asked.items() if name not in _NOT_IN_RECIPE}
+    from confitune.experiments import draw_pictures, make_recipe, open_place, run_recipe, summary_table
     from confitune.ranks import joined
 
     with joined() as ranks, stoppable(_WITH_RESUME, says=ranks.first):
@@ -110,15 +142,8 @@ def run_command(
             values["methods"] = method
         checked = make_recipe(values, _source(recipe))
         console = Console(quiet=not ranks.first)
-        results = run_recipe(
-            checked,
-            out,
-            resume=resume,
-            parallel_seeds=parallel_seeds,
-            checkpoint_seconds=checkpoint_seconds,
-            console=console,
-            ranks=ranks,
-        )
+        with open_place(console=console, ranks=ranks, **_place(asked)) as place:
+            results = run_recipe(checked, out, place=place, resume=resume, checkpoint_seconds=checkpoint_seconds)
     if not ranks.first:
         return
     pictures = draw_pictures(out, checked.methods)
@@ -158,6 +183,9 @@ def tune_command(
     ] = None,
     grid: Annotated[list[str] | None, Option(help="repeatable: a value to try; default: the paper's values")] = None,
     parallel_seeds: Annotated[int, Option(min=1, help="so many seeds of a value at once, to fill a large GPU")] = 1,
+    on: On = "local",
+    gpus_per_run: GpusPerRun = None,
+    cpus_per_run: CpusPerRun = None,
     out: Annotated[Path, Option(help="everything goes below this folder")] = Path("confitune-tune"),
     resume: Annotated[bool, Option(help="take what is finished there as it is, and go on with what is not")] = False,
     retrain: Annotated[bool, Option(help="train the winner again on all training images, and test it")] = True,
@@ -176,16 +204,15 @@ def tune_command(
 
       confitune tune ewc+confit --option ewc.strength --grid 300 --grid 3000 --grid 30000 --no-retrain
     """
-    given = {name: value for name, value in locals().items() if name not in _NOT_IN_TUNE_RECIPE}
-    from confitune.experiments import edge_note, plan_search, run_search, search_table
+    asked = dict(locals())
+    given = {name: value for name, value in asked.items() if name not in _NOT_IN_TUNE_RECIPE}
+    from confitune.experiments import edge_note, open_place, plan_search, run_search, search_table
 
     values = _recipe_values(recipe, given, set_option)
     search = plan_search(method, values, option, grid or (), _source(recipe))
     console = Console()
-    with stoppable(_WITH_RESUME):
-        points, retrained = run_search(
-            search, out, resume=resume, parallel_seeds=parallel_seeds, retrain=retrain, console=console
-        )
+    with stoppable(_WITH_RESUME), open_place(console=console, **_place(asked)) as place:
+        points, retrained = run_search(search, out, place=place, resume=resume, retrain=retrain)
     console.print(search_table(search, points, retrained))
     if note := edge_note(search, points):
         console.print(f"note: {note}", style="yellow", highlight=False, markup=False, soft_wrap=True)
@@ -219,6 +246,9 @@ def reproduce_command(
     device: Annotated[str | None, Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
     precision: Annotated[str | None, Option(help="auto (bf16 on GPUs), fp32 or bf16")] = None,
     parallel_seeds: Annotated[int, Option(min=1, help="so many seeds of a method at once, to fill a large GPU")] = 1,
+    on: On = "local",
+    gpus_per_run: GpusPerRun = None,
+    cpus_per_run: CpusPerRun = None,
     out: Annotated[Path, Option(help="everything goes below this folder")] = Path("confitune-reproduction"),
 ) -> None:
     """Make tables and figures of the paper again, and put its numbers beside what is measured.
@@ -234,13 +264,13 @@ def reproduce_command(
 
       confitune reproduce recipes/table1.yaml --data-dir data
     """
-    given = dict(locals())
-    from confitune.experiments import read_scope, reproduce
+    asked = dict(locals())
+    from confitune.experiments import open_place, read_scope, reproduce
 
-    scope, whats = read_scope(given)
+    scope, whats = read_scope({name: value for name, value in asked.items() if name not in _PLACE})
     console = Console()
-    with stoppable("the same command goes on where it was"):
-        outcomes = reproduce(whats, scope, parallel_seeds=parallel_seeds, console=console)
+    with stoppable("the same command goes on where it was"), open_place(console=console, **_place(asked)) as place:
+        outcomes = reproduce(whats, scope, place=place)
     for outcome in outcomes:
         verdicts = [cell.verdict for cell in outcome.cells]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("inside", "higher", "lower") if v in verdicts)

@@ -8,7 +8,7 @@ from confitune.engine.feed import batches, place
 from confitune.engine.logs import CsvLog, TensorBoardLog
 from confitune.engine.parallel import Turns
 from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
-from confitune.engine.result import RunResult, versions
+from confitune.engine.result import RunResult, command_line, versions
 from confitune.engine.run import SequenceRun, network_sha256
 from confitune.engine.settings import TrainOptions, TrainSettings
 from confitune.engine.training import DivergedError, TaskFit, fit, steps_of
@@ -31,6 +31,7 @@ __all__ = [
     "TrainSettings",
     "Turns",
     "batches",
+    "command_line",
     "decoding_bar",
     "evaluate",
     "fit",

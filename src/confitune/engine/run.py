@@ -34,6 +34,7 @@ class SequenceRun:
         config: what identifies the computation, for `resume` to compare.
         checkpoint_seconds: a checkpoint is written after a task or an epoch when the last one is this old.
         checkpoint_epochs: and within a task only after every so many epochs.
+        command: how the run was asked for; default: the command line of this process.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class SequenceRun:
         checkpoint_seconds: float = 30.0,
         checkpoint_epochs: int = 1,
         weights: str = "",
+        command: str | None = None,
     ) -> None:
         self.net, self.method, self.settings = net, method, settings
         self.ranks = net.ranks
@@ -59,7 +61,7 @@ class SequenceRun:
         self.folder = folder
         self.config = config or {}
         self.checkpoint_seconds, self.checkpoint_epochs = checkpoint_seconds, checkpoint_epochs
-        self.weights = weights
+        self.weights, self.command = weights, command
         # CCLL's network has more in it than the pre-trained one that the configuration names.
         self.weights_sha256 = self.config.get("weights_sha256") or state_sha256(net.backbone)
         self.matrix = np.full((len(sequence), len(sequence)), np.nan)
@@ -192,7 +194,7 @@ class SequenceRun:
             final_sha256=network_sha256(self.net),
             seconds=round(self.seconds, 3),
             images_per_second=round(self.images / max(self.train_seconds, 1e-9), 1),
-            command=command_line(),
+            command=self.command or command_line(),
         )
 
 

@@ -2,10 +2,11 @@
 
 from confitune.experiments.comparison import comparison_page
 from confitune.experiments.doctor import Examination, Finding, examine
-from confitune.experiments.local import run_folder
+from confitune.experiments.job import run_folder
 from confitune.experiments.method_tables import method_page, methods_table
 from confitune.experiments.methods import MethodReport, OptionReport, report_method, report_methods
 from confitune.experiments.models import ModelReport, matching_models, report_model
+from confitune.experiments.place import Place, open_place
 from confitune.experiments.recipe import Recipe, make_recipe, merge_options, read_recipe
 from confitune.experiments.report import write_report
 from confitune.experiments.reproduce import Scope, read_scope, reproduce
@@ -20,6 +21,7 @@ __all__ = [
     "MethodReport",
     "ModelReport",
     "OptionReport",
+    "Place",
     "Point",
     "Recipe",
     "Scope",
@@ -34,6 +36,7 @@ __all__ = [
     "merge_options",
     "method_page",
     "methods_table",
+    "open_place",
     "plan_search",
     "read_recipe",
     "read_scope",

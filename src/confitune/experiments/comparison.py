@@ -10,7 +10,7 @@ from typing import Any
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.local import RESULT
+from confitune.experiments.job import RESULT
 from confitune.experiments.summary import shown
 
 _NOT_COMPARED = ("seed", "weights_sha256", "dataset")

@@ -11,7 +11,7 @@ from confitune.deploy import Bundle, BundleError
 from confitune.deploy.held_out import decode_kept
 from confitune.engine import BEFORE, CHECKPOINT, RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.local import RESULT
+from confitune.experiments.job import RESULT
 from confitune.files import DamagedFileError, read_sealed
 from confitune.tasks import damaged_stores
 

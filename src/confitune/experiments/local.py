@@ -1,127 +1,67 @@
-"""Runs of a recipe on this machine, one at a time or several seeds side by side."""
+"""Runs on this machine, in this process."""
 
 from __future__ import annotations
 
-import copy
-import re
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 
 from rich.console import Console
-from rich.progress import Progress
 
-from confitune.engine import (
-    CsvLog,
-    DivergedError,
-    Listener,
-    LiveProgress,
-    RunResult,
-    SequenceRun,
-    TensorBoardLog,
-    TrainSettings,
-    Turns,
-    library_switches,
-    progress_board,
-    steps_of,
-)
+from confitune.engine import LiveProgress, RunResult, decoding_bar, progress_board
 from confitune.errors import ConfituneError
+from confitune.experiments.group import Loaded, side_by_side
+from confitune.experiments.job import Job, TrainingError, groups_of
 from confitune.experiments.recipe import Recipe
-from confitune.nn import Backbone, ContinualNet
 from confitune.ranks import Ranks
-from confitune.tasks import TaskSequence, exclusive
-
-RESULT, LOCK = "result.json", ".lock"
-
-Run = tuple[str, int]  # method and seed
-# From a network, its tasks, its settings and its folder to listeners that measure something on the way.
-Watch = Callable[[ContinualNet, TaskSequence, TrainSettings, Path], Sequence[Listener]]
 
 
-class TrainingError(ConfituneError):
-    """A run whose numbers became infinite.
+class LocalPlace:
+    """This machine: one run after the other, or several seeds of a method at once.
 
-    Attributes:
-        config: the run's identity.
+    Args:
+        parallel_seeds: how many seeds of a method run at once on the device; each gives what it gives alone.
+        ranks: the processes that do each run together; default: this one alone.
     """
 
-    def __init__(self, message: str, config: dict[str, Any]) -> None:
-        super().__init__(message)
-        self.config = config
+    def __init__(self, console: Console | None = None, parallel_seeds: int = 1, ranks: Ranks | None = None) -> None:
+        self.console = console or Console(quiet=True)
+        self.at_once = parallel_seeds
+        self._ranks = ranks or Ranks()
 
+    @property
+    def writes(self) -> bool:
+        """Whether this is the process that does."""
+        return self._ranks.first
 
-@dataclass(frozen=True)
-class LocalRuns:
-    """What the runs of one recipe have in common."""
+    def settled(self, recipe: Recipe) -> Recipe:
+        """As it is: the device is this process's to choose."""
+        return recipe
 
-    recipe: Recipe
-    out: Path
-    backbone: Backbone
-    sequence: TaskSequence  # where it will be trained on
-    console: Console
-    checkpoint_seconds: float
-    watch: Watch | None = None
-    ranks: Ranks = field(default_factory=Ranks)  # who does each run together; the first one writes
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """Nothing yet: runs begin when their results are asked for."""
+        if self._ranks.several and any(job.watch is not None for job in jobs):
+            raise ConfituneError(f"measuring on the way needs one process, not {self._ranks.size} (no torchrun)")
 
-    def side_by_side(self, group: Sequence[Run]) -> list[RunResult]:
-        """Results of runs of one method, which share the device; each is written as soon as it is there."""
-        settings = self.recipe.train_settings(0, group[0][0])
-        turns = Turns(len(group), apart=steps_of(self.sequence[0], settings) // len(group))
+    def results(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, RunResult | ConfituneError]]:
+        """Do the jobs, which must be of one recipe."""
+        if not jobs:
+            return
+        with decoding_bar(self.console) as bar:
+            loaded = Loaded.of(jobs[0], bar, self._ranks)
+        for group in groups_of(jobs, self.at_once):
+            try:
+                yield from zip(group, self._side_by_side(group, loaded), strict=True)
+            except TrainingError as error:
+                yield from ((job, error) for job in group)
+
+    def _side_by_side(self, group: Sequence[Job], loaded: Loaded) -> list[RunResult]:
         with ExitStack() as stack:
-            # Switches are the whole process's: set here, they stay while the runs' threads come and go.
-            mode = settings.step_mode(settings.torch_device(), self.ranks.size)
-            stack.enter_context(library_switches(settings, mode))
             several = len(group) > 1 and self.console.is_terminal
             board = stack.enter_context(progress_board(self.console)) if several else None
-            runs = [partial(self._one, run, board, turns.listener(place)) for place, run in enumerate(group)]
-            return turns.run(runs) if len(runs) > 1 else [runs[0]()]
-
-    def _one(self, run: Run, board: Progress | None, turn: Listener) -> RunResult:
-        folder = run_folder(self.out, self.recipe.dataset, *run)
-
-        def busy() -> None:
-            raise ConfituneError(f"another process is working in {folder}; wait for it, or choose another --out folder")
-
-        with exclusive(folder / LOCK, busy) if self.ranks.first else nullcontext():
-            return self._alone(run, folder, board, turn)
-
-    def _alone(self, run: Run, folder: Path, board: Progress | None, turn: Listener) -> RunResult:
-        recipe, (name, seed) = self.recipe, run
-        method = recipe.method(name)
-        net = ContinualNet(copy.deepcopy(self.backbone.module), **recipe.network(name))
-        net.ranks = self.ranks
-        label = f"{recipe.dataset} {name}" + (f" seed {seed}" if recipe.seeds > 1 else "")
-        progress = LiveProgress(self.console, label, board)
-        config = recipe.identity(name, seed, self.backbone.weights_sha256)
-        settings = recipe.train_settings(seed, name)
-        watching = self.watch(net, self.sequence, settings, folder) if self.watch else ()
-        writing = (progress, CsvLog(folder), TensorBoardLog(folder)) if self.ranks.first else ()
-        sequence_run = SequenceRun(
-            net,
-            self.sequence,
-            method,
-            settings,
-            folder=folder,
-            config=config,
-            listeners=(*writing, *watching, turn),
-            checkpoint_seconds=self.checkpoint_seconds,
-            weights=self.backbone.weights,
-        )
-        sequence_run.resume()
-        try:
-            result = sequence_run.run()
-        except DivergedError as error:
-            raise TrainingError(str(error), config) from error
-        finally:
-            progress.close()
-        if self.ranks.first:
-            result.save(folder / RESULT)
-        return result
+            return side_by_side(
+                group, loaded, lambda job: closing(LiveProgress(self.console, job.label, board)), _refuse
+            )
 
 
-def run_folder(out: Path, dataset: str, method: str, seed: int) -> Path:
-    """`out/<dataset>/<method>/seed-<k>`; a dataset's path becomes a plain name."""
-    return out / re.sub(r"[^A-Za-z0-9._+-]+", "-", dataset).strip("-.") / method / f"seed-{seed}"
+def _refuse(job: Job) -> None:
+    raise ConfituneError(f"another process is working in {job.folder}; wait for it, or choose another --out folder")

@@ -99,7 +99,8 @@ class Recipe(TrainOptions):
         train, chosen, network = self.train_settings(seed, method), self.method(method), self.network(method)
         how = {"device", "step", "pixels", "deterministic", "eval_batch_size"}  # may change last bits, no more
         settings = train.model_dump(mode="json", exclude=how)
-        settings["precision"] = "bf16" if train.bf16(train.torch_device()) else "fp32"
+        if train.precision == "auto":  # else it does not matter which device there is here
+            settings["precision"] = "bf16" if train.bf16(train.torch_device()) else "fp32"
         xconv = chosen.norm == "xconv"
         return {
             "dataset": self.dataset,

@@ -2,106 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from rich.console import Console
-
-from confitune.engine import BEFORE, CHECKPOINT, Checkpoint, RunResult, decoding_bar, place, require_same_config
+from confitune.engine import BEFORE, CHECKPOINT, Checkpoint, RunResult, command_line, require_same_config
 from confitune.errors import ConfituneError
-from confitune.experiments.local import RESULT, LocalRuns, Run, Watch, run_folder
+from confitune.experiments.group import load_backbone
+from confitune.experiments.job import RESULT, Job, TrainingError, Watch
+from confitune.experiments.local import LocalPlace
+from confitune.experiments.place import Place
 from confitune.experiments.recipe import Recipe
 from confitune.experiments.summary import write_summary
-from confitune.nn import Backbone, create_backbone, require_batch_norm
-from confitune.ranks import Ranks
-from confitune.tasks import TaskSequence
+from confitune.nn import require_batch_norm
 
 
 def run_recipe(
     recipe: Recipe,
     out: Path,
     *,
+    place: Place | None = None,
     resume: bool = False,
-    parallel_seeds: int = 1,
     checkpoint_seconds: float = 30.0,
     watch: Watch | None = None,
-    console: Console | None = None,
-    ranks: Ranks | None = None,
 ) -> list[RunResult]:
-    """Run what the recipe asks for and is not done yet; results, logs, summary and pictures go below `out`.
+    """Run what the recipe asks for and is not done yet; results, logs and summary go below `out`.
+
+    A run that fails does not stop the others; what failed is said when they are done.
 
     Args:
+        place: where runs are done (`open_place`); default: here, one after the other, without a word.
         resume: take finished runs as they are and go on with broken-off ones; without it, an `out` that holds any of
             them is refused, so nothing is overwritten.
-        parallel_seeds: how many seeds of a method run at once on the device; each gives what it gives alone.
         checkpoint_seconds: a run that is killed loses at most this much work and an epoch's.
         watch: makes listeners that measure something while a run goes on.
-        ranks: the processes that do each run together, see `confitune.ranks.joined`; all of them call this.
     """
-    console, ranks = console or Console(quiet=True), ranks or Ranks()
-    if ranks.several and (parallel_seeds > 1 or watch is not None):
-        raise ConfituneError(
-            f"{ranks.size} processes do one run at a time together: seeds side by side, or measuring on the way, "
-            "need one process (no torchrun)"
-        )
-    plan = [(method, seed) for method in recipe.methods for seed in range(recipe.seeds)]
-    folders = {run: run_folder(out, recipe.dataset, *run) for run in plan}
-    if not resume:
-        refuse_existing(folders.values())
+    place = place or LocalPlace()
+    plan = plan_recipe(recipe, out, place, resume=resume, checkpoint_seconds=checkpoint_seconds, watch=watch)
+    place.begin(plan.left)
+    return finish_plan(plan, place)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe asks for, in order: all runs, and the results of those that are done."""
+
+    out: Path
+    jobs: Sequence[Job]
+    done: dict[Path, RunResult]  # by a run's folder
+
+    @property
+    def left(self) -> list[Job]:
+        """What is not done yet."""
+        return [job for job in self.jobs if job.folder not in self.done]
+
+
+def plan_recipe(
+    recipe: Recipe,
+    out: Path,
+    place: Place,
+    *,
+    resume: bool = False,
+    checkpoint_seconds: float = 30.0,
+    watch: Watch | None = None,
+) -> Plan:
+    """Find out what is done and what is left; whatever is wrong with that is refused before any work is done."""
+    recipe = place.settled(recipe)
     backbone = load_backbone(recipe)
+    jobs = [
+        Job(recipe, out, method, seed, backbone.weights_sha256, command_line(), checkpoint_seconds, watch)
+        for method in recipe.methods
+        for seed in range(recipe.seeds)
+    ]
+    if not resume:
+        refuse_existing(job.folder for job in jobs)
     if any(recipe.method(name).norm != "shared" for name in recipe.methods):
         require_batch_norm(backbone.module)  # now, not after the methods that do without have been trained
-    done = {run: _finished(folder, recipe, run, backbone) for run, folder in folders.items()}
-    if any(done.values()) and ranks.first:
-        write_summary(out)  # a run that was killed right after its result may have left an older one
-    left = [run for run in plan if done[run] is None]
-    if left:
-        device = recipe.train_settings(0).torch_device()
-        ranks.require_device(device)
-        with ranks.first_goes_before("data"):
-            sequence = load_sequence(recipe, backbone, console)
-        sequence = place(sequence, device, recipe.pixels)
-        runs = LocalRuns(recipe, out, backbone, sequence, console, checkpoint_seconds, watch, ranks)
-        for group in _groups(left, parallel_seeds):
-            done.update(zip(group, runs.side_by_side(group), strict=True))
-            if ranks.first:
-                write_summary(out)
-    return [result for result in done.values() if result is not None]
+    found = {job.folder: _finished(job) for job in jobs}
+    return Plan(out, jobs, {folder: result for folder, result in found.items() if result is not None})
 
 
-def _groups(runs: list[Run], size: int) -> list[list[Run]]:
-    """Runs of one method, at most so many together."""
-    groups: list[list[Run]] = []
-    for run in runs:
-        if groups and groups[-1][0][0] == run[0] and len(groups[-1]) < size:
-            groups[-1].append(run)
+def finish_plan(plan: Plan, place: Place) -> list[RunResult]:
+    """Results of all runs of a plan whose jobs the place has begun."""
+    done = dict(plan.done)
+    if done and place.writes:
+        write_summary(plan.out)  # a run that was killed right after its result may have left an older one
+    failures: list[tuple[Job, ConfituneError]] = []
+    for job, outcome in place.results(plan.left):
+        if isinstance(outcome, RunResult):
+            done[job.folder] = outcome
+            if place.writes:
+                write_summary(plan.out)
         else:
-            groups.append([run])
-    return groups
+            failures.append((job, outcome))
+    if failures:
+        raise _in_one(sorted(failures, key=lambda failure: plan.jobs.index(failure[0])))
+    return [done[job.folder] for job in plan.jobs]
 
 
-def load_backbone(recipe: Recipe) -> Backbone:
-    """The recipe's network; a random start (weights 'none') is the same one in every run and after a resume."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return create_backbone(recipe.model, recipe.weights)
+def _in_one(failures: Sequence[tuple[Job, ConfituneError]]) -> ConfituneError:
+    """One error that says all of them; runs that were stopped by the same one are named by the first."""
+    errors = {id(error): (job, error) for job, error in reversed(failures)}
+    first, *more = reversed(errors.values())
+    if not more:
+        return first[1]
+    message = "\n".join(f"{job.label}: {error}" for job, error in (first, *more))
+    kinds = [error for _, error in (first, *more) if isinstance(error, TrainingError)]
+    return TrainingError(message, kinds[0].config) if len(kinds) == len(errors) else ConfituneError(message)
 
 
-def load_sequence(recipe: Recipe, backbone: Backbone, console: Console) -> TaskSequence:
-    """The recipe's tasks, with a progress bar while images are decoded."""
-    with decoding_bar(console) as bar:
-        sequence = recipe.load_tasks(backbone.mean, backbone.std, bar)
-    return sequence.validating(recipe.held_out, recipe.order_seed) if recipe.held_out is not None else sequence
-
-
-def _finished(folder: Path, recipe: Recipe, run: Run, backbone: Backbone) -> RunResult | None:
-    config = recipe.identity(*run, backbone.weights_sha256)
-    if (folder / RESULT).exists():
-        result = RunResult.load(folder / RESULT)
-        require_same_config(result.config, config, folder / RESULT)
+def _finished(job: Job) -> RunResult | None:
+    path = job.folder / RESULT
+    if path.exists():
+        result = RunResult.load(path)
+        require_same_config(result.config, job.config, path)
         return result
-    Checkpoint.load(folder, config)  # one of another configuration is refused before any work is done
+    Checkpoint.load(job.folder, job.config)  # one of another configuration is refused before any work is done
     return None
 
 

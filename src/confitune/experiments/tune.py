@@ -8,16 +8,18 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from confitune.engine import RunResult, require_same_config
 from confitune.errors import ConfituneError
-from confitune.experiments.local import TrainingError
+from confitune.experiments.group import load_backbone
+from confitune.experiments.job import TrainingError
+from confitune.experiments.local import LocalPlace
+from confitune.experiments.place import Place
 from confitune.experiments.plots import draw_search
 from confitune.experiments.recipe import Recipe
-from confitune.experiments.runner import load_backbone, refuse_existing, run_recipe
+from confitune.experiments.runner import Plan, finish_plan, plan_recipe, refuse_existing, run_recipe
 from confitune.experiments.search import Point, Search, value_text, winner
 from confitune.experiments.summary import collect_results, shown, summarised
 from confitune.files import write_whole
@@ -36,10 +38,9 @@ def run_search(
     search: Search,
     out: Path,
     *,
+    place: Place | None = None,
     resume: bool = False,
-    parallel_seeds: int = 1,
     retrain: bool = True,
-    console: Console | None = None,
 ) -> tuple[list[Point], list[RunResult]]:
     """Try every value, write what came out below `out`, and train the winner again on all training images.
 
@@ -47,19 +48,21 @@ def run_search(
     `search.json`, `search.png` and, for `confitune run`, `winner.yaml`.
 
     Args:
+        place: where runs are done (`open_place`); default: here, one after the other, without a word.
         resume: take what is finished or failed there as it is, and do what is missing.
         retrain: else nothing is said of the test images.
 
     Returns:
         What each value gave on the held-out images, and the results of the retraining (none without it).
     """
-    console = console or Console(quiet=True)
+    place = place or LocalPlace()
     _refuse_mixing(search, out, resume)
+    plans = [_planned(search, value, out, place, resume) for value in search.grid]
+    place.begin([job for plan in plans if isinstance(plan, Plan) for job in plan.left])
     points: list[Point] = []
-    at_once = min(parallel_seeds, search.recipe.seeds)
-    for value in search.grid:
-        console.print(_where(search, points, at_once, retrain), markup=False, highlight=False, style="bold")
-        points.append(_try_value(search, value, out, resume, parallel_seeds, console))
+    for value, plan in zip(search.grid, plans, strict=True):
+        place.console.print(_where(search, points, place, retrain), markup=False, highlight=False, style="bold")
+        points.append(_tried(value, plan, place))
         write_search(search, points, out)
     best = winner(points)
     if best is None:
@@ -71,9 +74,9 @@ def run_search(
     results: list[RunResult] = []
     if retrain:
         name = search.name(best.value)
-        console.print(f"retraining {search.method} with {name} on all training images", markup=False, highlight=False)
-        recipe, folder = search.retraining(best.value), out / "retrained" / name
-        results = run_recipe(recipe, folder, resume=resume, parallel_seeds=parallel_seeds, console=console)
+        what = f"retraining {search.method} with {name} on all training images"
+        place.console.print(what, markup=False, highlight=False)
+        results = run_recipe(search.retraining(best.value), out / "retrained" / name, place=place, resume=resume)
     write_search(search, points, out, results)
     return points, results
 
@@ -157,18 +160,23 @@ def write_winner(search: Search, best: Point, out: Path) -> None:
     write_whole(out / "winner.yaml", lambda file: file.write(text.encode()))
 
 
-def _try_value(search: Search, value: Any, out: Path, resume: bool, parallel_seeds: int, console: Console) -> Point:
+def _planned(search: Search, value: Any, out: Path, place: Place, resume: bool) -> Plan | _Failure:
+    """The runs of a grid point, or why it failed when it was tried before."""
     recipe, folder = search.validation(value), out / "grid" / search.name(value)
-    failure = _recorded_failure(recipe, folder)
-    if failure is None:
+    return _recorded_failure(place.settled(recipe), folder) or plan_recipe(recipe, folder, place, resume=resume)
+
+
+def _tried(value: Any, plan: Plan | _Failure, place: Place) -> Point:
+    if isinstance(plan, Plan):
         try:
-            results = run_recipe(recipe, folder, resume=resume, parallel_seeds=parallel_seeds, console=console)
-            return Point(value, tuple(results))
+            return Point(value, tuple(finish_plan(plan, place)))
         except TrainingError as error:
             failure = _Failure(message=str(error), config=error.config)
             text = failure.model_dump_json(indent=1)
-            write_whole(folder / FAILURE, lambda file: file.write(text.encode()))
-    console.print(f"failed: {failure.message}", style="yellow", markup=False, highlight=False)
+            write_whole(plan.out / FAILURE, lambda file: file.write(text.encode()))
+    else:
+        failure = plan
+    place.console.print(f"failed: {failure.message}", style="yellow", markup=False, highlight=False)
     return Point(value, failure=failure.message)
 
 
@@ -202,10 +210,12 @@ def _refuse_mixing(search: Search, out: Path, resume: bool) -> None:
     refuse_existing([run.parent for folder in folders for run in folder.glob("*/*/seed-*/*")])
 
 
-def _where(search: Search, done: list[Point], at_once: int, retrain: bool) -> str:
+def _where(search: Search, done: list[Point], place: Place, retrain: bool) -> str:
     """Which grid point comes next, and what is left with it."""
     left = len(search.grid) - len(done)
-    took = [sum(result.seconds for result in point.results) / at_once for point in done if point.results]
+    measured = [point for point in done if point.results] if place.at_once is not None else []
+    at_once = min(place.at_once or 1, search.recipe.seeds)
+    took = [sum(result.seconds for result in point.results) / at_once for point in measured]
     minutes = (left + retrain) * sum(took) / len(took) / 60 if took else 0
     after = [f"{left - 1} more after it"] if left > 1 else []
     after += ["then the retraining"] if retrain else []

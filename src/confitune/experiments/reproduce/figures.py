@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from rich.console import Console
 
 from confitune.analysis import measure_storage
 from confitune.experiments.paper import reported_storage
+from confitune.experiments.place import Place
 from confitune.experiments.plots import draw_curves
 from confitune.experiments.reproduce.compare import Claim
 from confitune.experiments.reproduce.outcome import Outcome
@@ -18,7 +18,7 @@ from confitune.metrics import average_accuracy_curve
 from confitune.tasks import dataset_info
 
 
-def curves(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+def curves(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Average accuracy over the tasks learned so far, after each task."""
     outcome = Outcome(what="curves", title="Average accuracy after each task")
     for dataset, of_it in by_dataset(parts).items():
@@ -40,7 +40,7 @@ def curves(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds
     return outcome
 
 
-def storage(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+def storage(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Numbers stored in addition to the pre-trained network as tasks grow."""
     outcome = Outcome(what="storage", title="Numbers stored as tasks grow")
     told = reported_storage()

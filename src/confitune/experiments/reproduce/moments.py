@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
-from rich.console import Console
 
 from confitune.analysis import SavedResult, ShiftResult, TransductiveResult
+from confitune.experiments.place import Place
 from confitune.experiments.reproduce.compare import Claim, shown
 from confitune.experiments.reproduce.outcome import Outcome
 from confitune.experiments.reproduce.pictures import draw_panels, picture_name
@@ -19,7 +19,7 @@ from confitune.metrics import mean_and_interval
 Saved = TypeVar("Saved", bound=SavedResult)
 
 
-def shift(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+def shift(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Representational shift per convolution: D1, and D2 - D0, in the four cases of the ablation."""
     outcome = Outcome(what="shift", title="Representational shift")
     for dataset, of_it in by_dataset(parts).items():
@@ -92,7 +92,7 @@ def _shift_claims(dataset: str, d1: dict[str, np.ndarray], added: dict[str, np.n
     return claims
 
 
-def transductive(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+def transductive(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Accuracy with the test set's true mean and/or variance in place of the running ones."""
     outcome = Outcome(what="transductive", title="Transductive moments")
     cases = [(mean, variance) for mean in ("running", "true") for variance in ("running", "true")]

@@ -9,7 +9,7 @@ from typing import Any
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.local import RESULT, run_folder
+from confitune.experiments.job import RESULT, run_folder
 from confitune.experiments.paper import reported, trained_with
 from confitune.experiments.recipe import Recipe, make_recipe, read_recipe
 from confitune.tasks import dataset_info
@@ -100,7 +100,7 @@ def read_scope(given: Mapping[str, Any]) -> tuple[Scope, list[str]]:
     return scope, whats
 
 
-_NOT_FOR_RECIPES = ("what", "quick", "parallel_seeds", "out")
+_NOT_FOR_RECIPES = ("what", "quick", "out")
 
 
 def _listed(value: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from confitune.analysis import check_proposition1, check_proposition2, check_proposition3
+from confitune.experiments.place import Place
 from confitune.experiments.reproduce.compare import Claim
 from confitune.experiments.reproduce.outcome import Outcome
 from confitune.experiments.reproduce.pictures import draw_panels
 from confitune.experiments.reproduce.plan import Part, Scope
 
 
-def theory(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+def theory(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Propositions 1 to 3 as numerical checks."""
     first, second, third = check_proposition1(), check_proposition2(), check_proposition3()
     outcome = Outcome(what="theory", title="Propositions 1 to 3, checked by numbers")

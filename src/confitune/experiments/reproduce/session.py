@@ -7,39 +7,41 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from confitune.engine import RunResult, require_same_config
 from confitune.errors import ConfituneError
-from confitune.experiments.local import TrainingError
+from confitune.experiments.job import TrainingError
+from confitune.experiments.local import LocalPlace
+from confitune.experiments.place import Place
 from confitune.experiments.reproduce.outcome import Outcome, write_index, write_outcome
 from confitune.experiments.reproduce.plan import ABLATION, Part, Scope, parts_of
 from confitune.experiments.reproduce.watch import watch_moments
 from confitune.experiments.reproduce.writers import WRITERS
-from confitune.experiments.runner import run_recipe
+from confitune.experiments.runner import finish_plan, plan_recipe
 
 WHATS = tuple(WRITERS)
 
 
-def reproduce(
-    whats: Sequence[str], scope: Scope, *, parallel_seeds: int = 1, console: Console | None = None
-) -> list[Outcome]:
+def reproduce(whats: Sequence[str], scope: Scope, *, place: Place | None = None) -> list[Outcome]:
     """Every table or figure of `whats` ('all': all of them) below `scope.out`: Markdown, JSON and pictures.
 
     Runs that are done are taken as they are, wherever they were needed before; one that was broken off goes on.
+
+    Args:
+        place: where runs are done (`open_place`); default: here, one after the other, without a word.
     """
-    console = console or Console(quiet=True)
+    place = place or LocalPlace()
     unknown = [what for what in whats if what not in (*WHATS, "all")]
     if unknown or not whats:
         raise ConfituneError(f"nothing to reproduce called {', '.join(unknown)}: there are {', '.join(WHATS)} and all")
     wanted = WHATS if "all" in whats else tuple(dict.fromkeys(whats))
     parts = {what: parts_of(what, scope) for what in wanted}
     watched = _places(parts_of("shift", scope)) if scope.chosen(ABLATION) else set()
-    failures = _run_missing([part for needed in parts.values() for part in needed], watched, parallel_seeds, console)
+    failures = _run_missing([part for needed in parts.values() for part in needed], watched, place)
     outcomes = []
     for what in wanted:
-        console.print(f"writing {what}", style="bold", highlight=False)
-        outcome = WRITERS[what](scope, parts[what], console, parallel_seeds)
+        place.console.print(f"writing {what}", style="bold", highlight=False)
+        outcome = WRITERS[what](scope, parts[what], place)
         outcome.notes += [note for part, note in failures if part in parts[what]]
         write_outcome(scope.out, outcome)
         outcomes.append(outcome)
@@ -51,29 +53,29 @@ def _places(parts: Sequence[Part]) -> set[Path]:
     return {result for part in parts for _, _, result in part.runs()}
 
 
-def _run_missing(
-    parts: Sequence[Part], watched: set[Path], parallel_seeds: int, console: Console
-) -> list[tuple[Part, str]]:
+def _run_missing(parts: Sequence[Part], watched: set[Path], place: Place) -> list[tuple[Part, str]]:
     """Do what is not done; what could not be trained, and why.
 
     Args:
         watched: results of runs whose moments are measured on the way.
     """
     unique = list({(part.folder, part.recipe.dataset, part.method): part for part in parts}.values())
-    failures = []
+    plans = []
     for part in unique:
         if all(result.exists() for _, _, result in part.runs()):
             _require_same(part)
             continue
-        console.print(_what_is_left(unique, part), style="bold", highlight=False, markup=False)
         watch = watch_moments if _places([part]) & watched else None
+        plans.append((part, plan_recipe(part.recipe, part.folder, place, resume=True, watch=watch)))
+    place.begin([job for _, plan in plans for job in plan.left])
+    failures = []
+    for part, plan in plans:
+        place.console.print(_what_is_left(unique, part, place), style="bold", highlight=False, markup=False)
         try:
-            run_recipe(
-                part.recipe, part.folder, resume=True, parallel_seeds=parallel_seeds, watch=watch, console=console
-            )
+            finish_plan(plan, place)
         except TrainingError as error:
             failures.append((part, f"{part.recipe.dataset}, {part.method}: {error}"))
-            console.print(failures[-1][1], style="yellow", highlight=False, markup=False)
+            place.console.print(failures[-1][1], style="yellow", highlight=False, markup=False)
     return failures
 
 
@@ -87,8 +89,8 @@ def _require_same(part: Part) -> None:
         require_same_config(result.config, wanted, path)
 
 
-def _what_is_left(parts: Sequence[Part], part: Part) -> str:
-    """Which part comes, how many runs are left, and how long that will take, judged by the runs that are done."""
+def _what_is_left(parts: Sequence[Part], part: Part, place: Place) -> str:
+    """Which part comes, how many runs are left, and how long that takes one by one, judged by those that are done."""
     left = [(p, path) for p in parts for _, _, path in p.runs() if not path.exists()]
     seconds: dict[str, list[float]] = {}
     for p in parts:
@@ -96,7 +98,7 @@ def _what_is_left(parts: Sequence[Part], part: Part) -> str:
             if path.exists():
                 seconds.setdefault(method, []).append(RunResult.load(path).seconds)
     text = f"{part.recipe.dataset}, {part.recipe.model}: {part.method} ({len(left)} runs left"
-    if seconds:
+    if seconds and place.at_once is not None:
         typical = float(np.mean([value for values in seconds.values() for value in values]))
         needed = sum(float(np.mean(seconds.get(p.method, [typical]))) for p, _ in left)
         done_at = time.strftime("%H:%M", time.localtime(time.time() + needed))

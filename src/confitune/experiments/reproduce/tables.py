@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from confitune.experiments.paper import reported, reported_datasets, searched
+from confitune.experiments.place import Place
 from confitune.experiments.reproduce.compare import Claim, cells_of, shown
 from confitune.experiments.reproduce.outcome import Outcome
 from confitune.experiments.reproduce.plan import Part, Scope, by_dataset, results_of
@@ -19,7 +19,7 @@ from confitune.metrics import mean_and_interval
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, Task
 
 
-def datasets(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+def datasets(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Appendix, table 1, with the images per class that it does not give."""
     told, rows, data = reported_datasets(), [], {}
     for name in scope.datasets:
@@ -55,7 +55,7 @@ def _counts(tasks: list[Task], unused: int) -> dict[str, int]:
     }
 
 
-def table1(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+def table1(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Main results: every method."""
     outcome = Outcome(what="table1", title="Main results (table 1)")
     beats, known = [], []
@@ -77,7 +77,7 @@ def table1(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds
     return outcome
 
 
-def table2(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+def table2(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Ablation: {fine-tuning, hierarchical fine-tuning} x {BN, Xconv BN}."""
     outcome = Outcome(what="table2", title="Ablation (table 2)")
     for dataset, of_it in by_dataset(parts).items():
@@ -100,7 +100,7 @@ def table2(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds
     return outcome
 
 
-def controls(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+def controls(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Beyond the paper: other means and statistics, convolutions that never move, no recovery, all data at once."""
     outcome = Outcome(what="controls", title="Beyond the paper: forms of ConFiT, and controls")
     for dataset, of_it in by_dataset(parts).items():
@@ -136,7 +136,7 @@ def controls(scope: Scope, parts: Sequence[Part], console: Console, parallel_see
     return outcome
 
 
-def deeper(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+def deeper(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Deeper networks: fine-tuning against ConFiT on ResNet34 and ResNet50, 50 epochs."""
     outcome = Outcome(what="deeper", title="Deeper networks")
     for dataset, of_it in by_dataset(parts).items():
@@ -171,7 +171,7 @@ def deeper(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds
     return outcome
 
 
-def search(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds: int) -> Outcome:
+def search(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Hyperparameters: the paper's grids on held-out images, and what wins."""
     outcome = Outcome(what="search", title="Hyperparameter search (appendix, table 2)")
     lines = ["| dataset | method | option | tried | chosen | paper |", "|---|---|---|---|---|---|"]
@@ -183,7 +183,7 @@ def search(scope: Scope, parts: Sequence[Part], console: Console, parallel_seeds
             grid = [value_text(v) for v in (entry.grid[:2] if scope.quick else entry.grid)]
             planned = plan_search(entry.method, values, grid=grid)
             folder = scope.out / "search" / dataset / entry.method
-            run_search(planned, folder, resume=True, parallel_seeds=parallel_seeds, retrain=False, console=console)
+            run_search(planned, folder, place=place, resume=True, retrain=False)
             found = json.loads((folder / "search.json").read_text())
             picture = folder / "search.png"
             if picture.exists():

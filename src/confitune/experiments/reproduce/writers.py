@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rich.console import Console
-
+from confitune.experiments.place import Place
 from confitune.experiments.reproduce import figures, moments, propositions, tables
 from confitune.experiments.reproduce.outcome import Outcome
 from confitune.experiments.reproduce.plan import Part, Scope
 
-Writer = Callable[[Scope, Sequence[Part], Console, int], Outcome]
+Writer = Callable[[Scope, Sequence[Part], Place], Outcome]
 
 WRITERS: dict[str, Writer] = {
     "datasets": tables.datasets,
