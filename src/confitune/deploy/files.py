@@ -7,11 +7,11 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from confitune.deploy.format import BundleError, DamagedError, StoredFile
+from confitune.deploy.mapped import mapped_tensors
 from confitune.files import write_whole
 
 _CHUNK = 2**20  # bytes that are hashed at once
@@ -66,9 +66,8 @@ class TensorFiles:
         self.check(stored)
         path = self.path(stored)
         try:
-            with safe_open(path, "pt") as opened:
-                return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  # it is no dict
-        except Exception as error:  # safetensors raises its own kinds
+            return mapped_tensors(path)
+        except Exception as error:  # whatever a file can be that only its hash vouches for
             raise BundleError(f"{path} holds no tensors: {error}") from error
 
 
