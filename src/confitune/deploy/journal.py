@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 
 from torch import Tensor
@@ -35,7 +36,7 @@ from confitune.deploy.format import (
 from confitune.deploy.layout import append_at, file_name, foreign_files, is_bundle, own_files
 from confitune.deploy.state import State, is_newest, read_state, state_before
 from confitune.engine import versions
-from confitune.files import write_whole
+from confitune.files import sync_folder, write_whole
 from confitune.tasks import exclusive
 
 _log = logging.getLogger(__name__)
@@ -100,7 +101,8 @@ class Journal:
     def begin(self) -> None:
         """Say on disk that files are about to be written which count only after the commit."""
         if not (self.path / UNFINISHED).exists():
-            write_whole(self.path / UNFINISHED, lambda out: None)
+            (self.path / UNFINISHED).touch()
+            sync_folder(self.path)
 
     def commit(self, network: Network, events: Sequence[Event], shared: Mapping[str, Tensor] | None = None) -> None:
         """Make the events true; `shared` is the backbone where it has moved."""
@@ -120,7 +122,7 @@ class Journal:
             lineage=lineage,
             index_bytes=start + sum(map(len, lines)),
             index_chain=chained(chain, lines),
-            versions=versions(),
+            versions=_versions(),
             written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         write_whole(self.path / HEAD, lambda out: out.write(head_to_bytes(head)))
@@ -204,3 +206,8 @@ class Journal:
                 f"--repair` goes back to what it was before its last change, on {state.head.written}"
             )
         self.state, self.damage = state, None
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return versions()

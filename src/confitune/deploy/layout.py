@@ -23,7 +23,7 @@ from confitune.deploy.format import (
 )
 
 _STORED = re.compile(r"[0-9a-f]{64}\.safetensors")
-_PARTIAL = re.compile(r"([0-9a-f]{64}|bundle|bundle\.before|\.unfinished)\.[0-9a-f]{32}\.partial")
+_PARTIAL = re.compile(r"([0-9a-f]{64}|bundle|bundle\.before)\.[0-9a-f]{32}\.partial")
 _FOLDERS = (BACKBONES, TASKS, HELD_OUT)
 
 
