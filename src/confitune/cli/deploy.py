@@ -137,6 +137,7 @@ def tasks_command(
       confitune tasks model --check
     """
     from confitune.deploy import Bundle, check_tasks
+    from confitune.deploy.checking import MOST_GUESSED
     from confitune.engine import decoding_bar
 
     opened, console = Bundle.open(bundle), Console()
@@ -174,6 +175,8 @@ def tasks_command(
             soft_wrap=True,
             highlight=False,
         )
+    elif checked and len(opened.tasks) > MOST_GUESSED:
+        console.print(f"How often the task is guessed is not measured with more than {MOST_GUESSED} tasks.")
 
 
 def _tasks_as_json(bundle: Bundle, checked: dict[str, float]) -> list[dict[str, object]]:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from confitune.deploy.declared import require_sizes
+from confitune.deploy.declared import check_declared
 from confitune.deploy.format import (
     Added,
     BundleError,
@@ -137,7 +137,7 @@ class Bundle:
         """
         record, state = self.record(task), self.task_state(task)
         try:
-            require_sizes(state, self.network.size)
+            check_declared(state, self.network.size)
             net.load_task_state_dict(task, state, record.classes)
         except ConfituneError as error:
             raise _about(self._journal.tasks.path(record.file), error) from error
