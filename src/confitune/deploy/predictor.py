@@ -96,7 +96,7 @@ class Predictor:
             newer = Bundle.open(path)
             if newer.lineage == bundle.lineage:
                 raise
-            # A task was learned in between, and the backbone before it is gone.
+            # Two tasks were learned in between, and the backbone before them is gone.
             return cls(newer, device=device, ready=ready, unknown_above=unknown_above)
 
     def decode(self, source: bytes | Path, name: str = "image") -> Tensor:
