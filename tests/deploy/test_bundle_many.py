@@ -19,9 +19,11 @@ from confitune.deploy.earlier import some_of
 from confitune.deploy.format import Added, Checked, Network, Removed, Renamed, StoredFile
 from confitune.deploy.layout import names_of
 from confitune.deploy.mapped import mapped_tensors
+from confitune.engine import TaskFit
 
-checking, files, predicting, state = (
-    importlib.import_module(f"confitune.deploy.{name}") for name in ("checking", "files", "predictor", "state")
+checking, earlier, files, predicting, state = (
+    importlib.import_module(f"confitune.deploy.{name}")
+    for name in ("checking", "earlier", "files", "predictor", "state")
 )
 NETWORK = Network(
     model="test_byobnet",
@@ -220,12 +222,17 @@ def loads(monkeypatch):
 
 
 def test_learning_reads_the_last_task_and_those_it_tests(taught, teach, monkeypatch):
-    path, loaded = taught(5), loads(monkeypatch)
-    report = teach("yellows", path, check=2, epochs=1)
+    path, loaded, held, run, test = taught(5), loads(monkeypatch), [], TaskFit.run, earlier.accuracy_on
+    monkeypatch.setattr(TaskFit, "run", lambda self: (held.append((self.index, [*self.net.tasks])), run(self))[1])
+    monkeypatch.setattr(earlier, "accuracy_on", lambda net, *a: (held.append(len(net.tasks)), test(net, *a))[1])
+    report = teach("yellows", path, check=4, epochs=1)
+    assert held[0] == (5, ["blues", "yellows"])  # the sixth task: seeds and schedule depend on that
+    assert len(held) == 5
+    assert max(held[1:]) == 3
     assert loaded[0] == "blues"
     tested = [change.task for change in report.changes]
     assert set(loaded[1:]) == {*tested} - {"blues"}
-    assert (len(tested), report.earlier) == (2, 5)
+    assert (len(tested), report.earlier) == (4, 5)
     bundle = Bundle.open(path)
     assert set(bundle.history[-1].accuracy) == {*tested, "yellows"}
     assert {change.task: change.after for change in report.changes}.items() <= dict(bundle.accuracy).items()
