@@ -1,6 +1,6 @@
 """A bundle of ten thousand tasks against one of ten, in turns in the same process.
 
-    python benchmarks/bundle.py                       # 2 cores: ten minutes, and 4 GB of disk that it frees again
+    python benchmarks/bundle.py                       # ten minutes, and 4.3 GB of disk that it frees again
     python benchmarks/bundle.py --tasks 1000 --means window
 
 One task is learned from photographs (the dataset `photos`); the others are copies of its state with every number moved
