@@ -25,7 +25,7 @@ from show_tables import Numbers
 from confitune.experiments.plots import PIXELS_PER_INCH
 from confitune.files import write_whole
 
-PAGES = ("speed.md", "deploy.md")
+PAGES = ("speed.md", "deploy.md", "scaling.md")
 PICTURES = "speed"  # the folder beside the pages
 MARKED = re.compile(r"<!-- results/benchmarks/(\S+\.json) (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 NOTHING = "Not measured yet.\n"
@@ -74,6 +74,7 @@ PARTS = {
         tables.learn_table,
     ),
     "mixed": Part("A mixed batch against one of a single task", tables.about_mixed, tables.mixed_table),
+    "many": Part("A bundle of many tasks against one of few", tables.about_many, tables.many_table),
     "load": Part("The server at its limit", tables.about_load, tables.load_table),
     "whole": Part(
         "A whole sequence with ConFiT, evaluation included",

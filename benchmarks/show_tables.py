@@ -317,3 +317,29 @@ def load_table(numbers: Numbers) -> str:
         ["memory at most, MB", count(numbers["memory_most_mb"])],
     ]
     return table(["", ""], rows)
+
+
+def about_many(numbers: Numbers) -> str:
+    return (
+        f"{numbers['model']}, {numbers['means']} means, one image of {numbers['pixels']} pixels, medians of calls made "
+        "in turns"
+    )
+
+
+def many_table(numbers: Numbers) -> str:
+    head = ["milliseconds", f"{numbers['few']:,} tasks", f"{numbers['tasks']:,} tasks", "against few"]
+    rows = [
+        [name, f"{1e3 * row['few']:,.1f}", f"{1e3 * row['many']:,.1f}", times(row["ratio"])]
+        for name, row in numbers["times"].items()
+    ]
+    ready, end = numbers["memory_ready_mb"], numbers["memory_end_mb"]
+    sizes = [
+        ["memory of a predictor without tasks in it", count(numbers["memory_start_mb"])],
+        [f"with {numbers['ready']} ready", count(ready)],
+        [f"after {numbers['predicted']:,} different ones, {numbers['ready']} ready", count(end)],
+        ["disk, a task", f"{numbers['task_mb']:.2f}"],
+        ["disk, the backbone", f"{numbers['backbone_mb']:.1f}"],
+        ["disk, the index", f"{numbers['index_mb']:.1f}"],
+        ["disk, all", count(numbers["disk_mb"])],
+    ]
+    return table(head, rows) + "\n" + table(["megabytes", f"{numbers['tasks']:,} tasks"], sizes)

@@ -115,6 +115,26 @@ def changed(numbers, **changes):
     return {**copy.deepcopy(numbers), **changes}
 
 
+MANY = {
+    **MEASURED_ON,
+    "few": 10,
+    "tasks": 10_000,
+    "ready": 64,
+    "predicted": 1000,
+    "times": {
+        "opening": {"few": 0.0095, "many": 0.25, "ratio": 26.32},
+        "adding a task": {"few": 0.008, "many": 0.0084, "ratio": 1.05},
+    },
+    "memory_start_mb": 800.2,
+    "memory_ready_mb": 840.4,
+    "memory_end_mb": 850.6,
+    "task_mb": 0.426,
+    "backbone_mb": 13.48,
+    "index_mb": 9.96,
+    "disk_mb": 4310.2,
+}
+
+
 def cells(text, row):
     """The cells of the one line of a table that starts with `row`."""
     (line,) = [line for line in text.splitlines() if line.startswith(f"| {row} |")]
@@ -168,7 +188,8 @@ def test_links_and_pictures_lead_somewhere(page):
 def test_commands_of_the_page_name_programs_and_options_that_there_are():
     commands = re.findall(r"^python (benchmarks/\w+\.py)(.*)$", PAGE, re.MULTILINE)
     assert {program for program, _ in commands} == {
-        f"benchmarks/{n}.py" for n in ("step", "tasks", "end_to_end", "methods", "learn", "mixed", "serve", "show")
+        f"benchmarks/{n}.py"
+        for n in ("step", "tasks", "end_to_end", "methods", "learn", "mixed", "serve", "bundle", "show")
     }
     for program, options in commands:
         source = (ROOT / program).read_text()
@@ -257,6 +278,17 @@ def test_whole_sequences_without_a_baseline_and_from_older_files():
     assert cells(text, "confitune")[1:] == ["not recorded", "50.0", "-", "-", "86.1"]
     assert "straightforward" not in text
     assert len(figures.whole_figure(alone).axes) == 1
+
+
+def test_many_tasks_stand_beside_few():
+    text = tables.many_table(MANY)
+    assert cells(text, "opening")[1:] == ["9.5", "250.0", "26.3×"]
+    assert cells(text, "adding a task")[1:] == ["8.0", "8.4", "1.05×"]
+    assert cells(text, "milliseconds") == ["milliseconds", "10 tasks", "10,000 tasks", "against few"]
+    assert cells(text, "with 64 ready")[1:] == ["840"]
+    assert cells(text, "after 1,000 different ones, 64 ready")[1:] == ["851"]
+    assert cells(text, "disk, a task")[1:] == ["0.43"]
+    assert cells(text, "disk, all")[1:] == ["4,310"]
 
 
 def test_a_cpu_places_nothing():
@@ -404,7 +436,8 @@ def test_a_page_is_rewritten_between_its_markers_only(tmp_path, monkeypatch):
         "<!-- results/benchmarks/x.json floor -->\n",
     )
     (docs / "speed.md").write_text(f"before\n{begin}old\n<!-- end -->\nbetween\n{missing}<!-- end -->\nafter\n")
-    (docs / "deploy.md").write_text("nothing to show\n")
+    for name in set(show.PAGES) - {"speed.md"}:
+        (docs / name).write_text("nothing to show\n")
     monkeypatch.setattr(sys, "argv", ["show.py", "--results", str(results), "--docs", str(docs)])
     show.main()
     assert (docs / "deploy.md").read_text() == "nothing to show\n"

@@ -21,13 +21,13 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             out.flush()
             os.fsync(out.fileno())
         os.replace(partial, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Without it a power cut could undo the rename; Windows neither needs nor allows it."""
+def sync_folder(folder: Path) -> None:
+    """Have what was renamed or made in a folder survive a power cut; Windows neither needs nor allows it."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -36,6 +36,18 @@ def contents(folder):
     }
 
 
+def backbone_of(path, head="bundle.json"):
+    """The file that a head names, as `contents` calls it."""
+    return f"backbones/{json.loads((path / head).read_bytes())['backbone']['sha256']}.safetensors"
+
+
+def no_way_back(path):
+    """Without what is kept of the state before the last change."""
+    (path / backbone_of(path, "bundle.before.json")).unlink()
+    (path / "bundle.before.json").unlink()
+    return path
+
+
 def by_hand(path, net, network=NETWORK):
     """A bundle of all tasks of a network."""
     bundle = Bundle(path, network)
@@ -130,7 +142,7 @@ def test_the_same_tensors_are_the_same_file(taught):
 
 def test_files_are_text_or_safetensors_that_say_what_they_are(taught):
     path = taught(2)
-    endings = {"bundle.json": 1, "index.jsonl": 1, ".safetensors": 5}
+    endings = {"bundle.json": 1, "bundle.before.json": 1, "index.jsonl": 1, ".safetensors": 6}
     files = [file for file in path.rglob("*") if file.is_file() and file.name != ".lock"]
     assert sum(endings.values()) == len(files)
     for file in files:
@@ -166,7 +178,7 @@ def test_kept_images_are_the_test_images_bit_for_bit(taught_once, photos, decode
 def test_rename_keeps_order_files_and_accuracy(taught):
     path = taught(3)
     bundle, before, expected = Bundle.open(path), contents(path), logits(Bundle.open(path), "reds")
-    accuracy = bundle.accuracy["reds"]
+    accuracy, two_changes_ago = bundle.accuracy["reds"], backbone_of(path, "bundle.before.json")
     with bundle.changing():
         bundle.rename_task("reds", "red things")
     for found in (bundle, Bundle.open(path)):
@@ -175,45 +187,70 @@ def test_rename_keeps_order_files_and_accuracy(taught):
         assert "reds" not in found.accuracy
         assert torch.equal(logits(found, "red things"), expected)
     after = contents(path)
-    assert set(after) == set(before)
-    assert {name for name in after if after[name] != before[name]} == {"bundle.json", "index.jsonl"}
+    assert set(before) - set(after) == {two_changes_ago}
+    assert {name for name in after if after.get(name) != before.get(name)} == {
+        "bundle.json",
+        "bundle.before.json",
+        "index.jsonl",
+    }
     with bundle.changing(), pytest.raises(BundleError, match="has a task 'stripes' already"):
         bundle.rename_task("red things", "stripes")
     with bundle.changing(), pytest.raises(BundleError, match="no task 'reds'; it has 'red things', 'stripes', 'gre"):
         bundle.rename_task("reds", "x")
 
 
-def test_remove_deletes_the_tasks_files_and_nothing_else(taught):
+def test_a_removed_tasks_files_go_with_the_next_change_and_nothing_else(taught):
     path = taught(3)
-    bundle, before = Bundle.open(path), contents(path)
+    bundle, before, two_changes_ago = Bundle.open(path), contents(path), backbone_of(path, "bundle.before.json")
     record, expected = bundle.record("stripes"), logits(bundle, "greens")
     with bundle.changing():
         bundle.remove_task("stripes")
     for found in (bundle, Bundle.open(path)):
         assert list(found.tasks) == ["reds", "greens"]
         assert set(found.accuracy) == {"reds", "greens"}
+    assert set(before) - set(contents(path)) == {two_changes_ago}
+    again = Bundle.open(path)  # what is kept is known to another process, too
+    with again.changing():
+        again.rename_task("greens", "green")
     after = contents(path)
     gone = {f"tasks/{record.file.sha256}.safetensors", f"held-out/{record.held_out.sha256}.safetensors"}
-    assert set(before) - set(after) == gone
+    assert set(before) - set(after) == gone | {two_changes_ago}
     assert all(after[name] == before[name] for name in after if name.endswith(".safetensors"))
-    assert torch.equal(logits(Bundle.open(path), "greens"), expected)
+    assert torch.equal(logits(Bundle.open(path), "green"), expected)
 
 
 def test_files_that_two_tasks_share_go_with_the_last_of_them(taught):
     path = taught(2)
-    bundle, before = Bundle.open(path), contents(path)
+    bundle = Bundle.open(path)
+
+    def stored(folder):
+        return {file.stem for file in (path / folder).iterdir()}
+
+    before = stored("tasks"), stored("held-out")
     with bundle.changing():
         bundle.copy_task(bundle, "reds", "the same")
-        assert set(contents(path)) == set(before)
         bundle.remove_task("reds")
-        assert set(contents(path)) == set(before)
+        bundle.rename_task("stripes", "s")
+        assert (stored("tasks"), stored("held-out")) == before
         bundle.remove_task("the same")
+        assert (stored("tasks"), stored("held-out")) == before
+        bundle.rename_task("s", "stripes")
     kept = bundle.record("stripes")
-    assert [path.stem for path in (path / "tasks").iterdir()] == [kept.file.sha256]
-    assert [path.stem for path in (path / "held-out").iterdir()] == [kept.held_out.sha256]
+    assert stored("tasks") == {kept.file.sha256}
+    assert stored("held-out") == {kept.held_out.sha256}
     assert list(Bundle.open(path).tasks) == ["stripes"]
     with pytest.raises(BundleError, match="no task 'reds'; it has 'stripes'"):
         bundle.record("reds")
+
+
+def test_a_removed_task_that_comes_back_keeps_its_files(taught):
+    path = taught(2)
+    source, bundle = Bundle.open(taught(2, "source")), Bundle.open(path)
+    with bundle.changing():
+        bundle.remove_task("reds")
+        bundle.copy_task(source, "reds")  # the files are there: they are kept for the state before
+        bundle.rename_task("stripes", "s")
+    assert list(read_everything(path).tasks) == ["s", "reds"]
 
 
 def test_the_only_task_stays(taught):
@@ -262,7 +299,7 @@ def test_copy_between_kinds_of_means_is_refused_though_weights_agree(trained, tm
 def test_adding_appends_and_leaves_earlier_files_alone(taught, teach):
     path = taught(2)
     before, old = contents(path), Bundle.open(path)
-    (old_backbone,) = (path / "backbones").iterdir()
+    old_backbone, older_backbone = backbone_of(path), backbone_of(path, "bundle.before.json")
     teach("greens", path)
     after, new = contents(path), Bundle.open(path)
     assert after["index.jsonl"][0].startswith(before["index.jsonl"][0])
@@ -271,9 +308,12 @@ def test_adding_appends_and_leaves_earlier_files_alone(taught, teach):
     assert len(kept) == 4
     assert all(after[name] == before[name] for name in kept)
     assert len(after) == len(before) + 2
-    (new_backbone,) = (path / "backbones").iterdir()
-    assert new_backbone != old_backbone
-    assert new.lineage == hashlib.sha256(f"{old.lineage} {new_backbone.stem}".encode()).hexdigest()
+    new_backbone = backbone_of(path)
+    assert {name for name in after if name.startswith("backbones/")} == {new_backbone, old_backbone}
+    assert len({new_backbone, old_backbone, older_backbone}) == 3
+    assert after["bundle.before.json"][0] == before["bundle.json"][0]
+    lineage = f"{old.lineage} {new_backbone[len('backbones/') : -len('.safetensors')]}"
+    assert new.lineage == hashlib.sha256(lineage.encode()).hexdigest()
     assert [dict(new.tasks)[task] for task in old.tasks] == list(old.tasks.values())
     assert new.history[:2] == old.history
 
@@ -347,7 +387,7 @@ def test_odd_names_reach_no_file_outside(taught, tmp_path, name):
     assert found.record(name) == found.record(f"{name[:98]}!")
     with bundle.changing():
         bundle.remove_task(name)
-    assert {*tmp_path.rglob("*")} == before
+    assert {*tmp_path.rglob("*")} == before | {path / "bundle.before.json"}
     assert {*tmp_path.parent.iterdir()} == above
 
 
@@ -394,8 +434,8 @@ def test_files_of_others_inside_a_bundle_are_left_alone(taught):
         assert (path / name).read_text() == "mine"
 
 
-def test_a_bundle_that_lost_its_head_is_not_taken_for_leftovers(taught, teach):
-    path = taught(2)
+def test_a_bundle_that_lost_its_heads_is_not_taken_for_leftovers(taught, teach):
+    path = no_way_back(taught(2))
     (path / "bundle.json").unlink()
     before = contents(path)
     with pytest.raises(BundleError, match=r"holds no bundle: `confitune learn` makes one"):
@@ -435,7 +475,7 @@ def flipped(data, position):
 
 @pytest.mark.parametrize("name", ["bundle.json", "index.jsonl"])
 def test_flipped_bytes_of_the_text_are_noticed(taught, name):
-    path = taught(2)
+    path = no_way_back(taught(2))
     file = path / name
     data = file.read_bytes()
     assert len(data) > 800
@@ -449,7 +489,7 @@ def test_flipped_bytes_of_the_text_are_noticed(taught, name):
 
 @pytest.mark.parametrize("folder", ["backbones", "tasks", "held-out"])
 def test_flipped_bytes_of_tensors_are_noticed(taught, folder):
-    path = taught(2)
+    path = no_way_back(taught(2))
     flips = 0
     for file in (path / folder).iterdir():
         data = file.read_bytes()
@@ -465,7 +505,7 @@ def test_flipped_bytes_of_tensors_are_noticed(taught, folder):
 
 
 def test_truncated_longer_and_missing_files_are_noticed(taught):
-    path = taught(2)
+    path = no_way_back(taught(2))
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name != ".lock"]
     assert len(files) == 7
     for file in files:
@@ -505,9 +545,11 @@ def test_leftovers_of_a_killed_process_go_with_the_next_change(taught):
     name = "ab" * 32
     for left in (f"tasks/{name}.safetensors", f"backbones/{name}.{'0' * 32}.partial", f"bundle.{'1' * 32}.partial"):
         (path / left).write_bytes(b"half")
+    (path / ".unfinished").touch()  # there before any other file is written
     assert list(read_everything(path).tasks) == ["reds"]
     with Bundle.open(path).changing():
-        assert set(contents(path)) == before
+        assert set(contents(path)) == before | {".unfinished"}
+    assert set(contents(path)) == before
 
 
 def test_a_newer_format_asks_for_an_upgrade(taught):

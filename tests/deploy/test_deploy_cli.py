@@ -101,6 +101,24 @@ def test_learn_makes_a_bundle_and_then_adds_to_it(confitune, photos, quick, new_
     assert "held-out photos" not in said.out.splitlines()[-1]
 
 
+def test_learn_says_how_many_earlier_tasks_were_tested(confitune, photos, quick, taught):
+    path = taught(3)
+    said = confitune("learn", photos("blues"), "--name", "blues", "--bundle", path, *quick, "--check", 1)
+    assert said.code == 0
+    assert len(rows(said.out)) == 2
+    assert "1 of 3 earlier tasks were tested (--check), chosen at random" in " ".join(said.out.split())
+    said = confitune("learn", photos("checks"), "--name", "checks", "--bundle", path, *quick)
+    assert len(rows(said.out)) == 5
+    assert "chosen at random" not in said.out
+
+
+def test_predict_guesses_among_some(confitune, photos, taught_once):
+    said = confitune("predict", taught_once[3], photos("reds"), "--among", "greens", "--json", "--device", "cpu")
+    found = {json.loads(line)["task"] for line in said.out.splitlines()}
+    assert found <= {"greens", None}
+    assert "no task 'birds'" in refused(confitune("predict", taught_once[3], photos("reds"), "--among", "birds"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -206,13 +224,15 @@ def test_tasks_copies(confitune, taught):
     assert contents(path) == before
 
 
-def test_tasks_checks(confitune, taught_once):
+def test_tasks_checks(confitune, taught_once, monkeypatch):
     checks = check_tasks(Bundle.open(taught_once[3]), "cpu")
     said = confitune("tasks", taught_once[3], "--check", "--device", "cpu")
     assert said.code == 0
     assert [row[4] for row in rows(said.out)] == [f"{accuracy:.1f}" for accuracy in checks.accuracy.values()]
     assert f"Without --task, {checks.guessed:.1f}% of these photos are given to the right task" in said.out
     assert f"(by chance 33.3%), {checks.unknown:.1f}% to none" in said.out
+    monkeypatch.setattr("confitune.deploy.checking.MOST_GUESSED", 2)
+    assert "is not measured with more than 2 tasks" in confitune("tasks", taught_once[3], "--check").out
     found = json.loads(confitune("tasks", taught_once[3], "--check", "--device", "cpu", "--json").out)
     assert {entry["task"]: entry["accuracy"] for entry in found} == checks.accuracy
 

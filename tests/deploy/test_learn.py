@@ -72,23 +72,26 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
-FIT, LEARN, BUNDLE = "confitune.engine:TaskFit", "confitune.deploy.learn", "confitune.deploy.bundle"
+FIT, LEARN, EARLIER = "confitune.engine:TaskFit", "confitune.deploy.learn", "confitune.deploy.earlier"
+JOURNAL = "confitune.deploy.journal"
 # What to kill at: a function, at which of its calls, before or after it, or with its file's last bytes not written.
 # And what is then left behind, by folder.
 TASK, HELD_OUT, BACKBONE = "tasks safetensors", "held-out safetensors", "backbones safetensors"
+MARK = "model .unfinished"  # is made before the first file: `os.fsync` is called once for it, then twice for each file
 MOMENTS = {
     "as training begins": ((FIT, "_train_epoch", 1, "before"), []),
     "in the last epoch": ((FIT, "_train_epoch", 2, "before"), []),
-    "before earlier tasks are checked": ((LEARN, "accuracy_on", 1, "before"), []),
-    "half of the task": (("os", "fsync", 1, "torn"), ["tasks partial"]),
-    "half of the held-out images": (("os", "fsync", 3, "torn"), ["held-out partial", TASK]),
-    "before the new task is checked": ((LEARN, "accuracy_on", 3, "before"), [HELD_OUT, TASK]),
-    "half of the backbone": (("os", "fsync", 5, "torn"), ["backbones partial", HELD_OUT, TASK]),
-    "before the index": ((BUNDLE, "append_at", 1, "before"), [BACKBONE, HELD_OUT, TASK]),
-    "half of the index": (("os", "fsync", 7, "torn"), [BACKBONE, HELD_OUT, "index longer", TASK]),
+    "before earlier tasks are checked": ((EARLIER, "accuracy_on", 1, "before"), []),
+    "the mark just made": (("os", "fsync", 1, "before"), [MARK]),
+    "half of the task": (("os", "fsync", 2, "torn"), [MARK, "tasks partial"]),
+    "half of the held-out images": (("os", "fsync", 4, "torn"), ["held-out partial", MARK, TASK]),
+    "before the new task is checked": ((LEARN, "accuracy_on", 1, "before"), [HELD_OUT, MARK, TASK]),
+    "half of the backbone": (("os", "fsync", 6, "torn"), ["backbones partial", HELD_OUT, MARK, TASK]),
+    "before the index": ((JOURNAL, "append_at", 1, "before"), [BACKBONE, HELD_OUT, MARK, TASK]),
+    "half of the index": (("os", "fsync", 8, "torn"), [BACKBONE, HELD_OUT, "index longer", MARK, TASK]),
     "the head not renamed": (
         ("os", "replace", 4, "before"),
-        [BACKBONE, HELD_OUT, "index longer", "model partial", TASK],
+        [BACKBONE, HELD_OUT, "index longer", MARK, "model partial", TASK],
     ),
 }
 SHORT = {"epochs": 2, "keep": 2}
@@ -136,7 +139,7 @@ def left_behind(before, path):
     left = []
     for name, (data, _) in contents(path).items():
         if name not in before:
-            left.append(f"{(path / name).parent.name} {(path / name).suffix[1:]}")
+            left.append(f"{(path / name).parent.name} {(path / name).suffix[1:] or (path / name).name}")
         elif name == "index.jsonl" and data != before[name][0]:
             assert data.startswith(before[name][0])
             left.append("index longer")
@@ -155,7 +158,7 @@ def answers(path):
 def what_it_learned(path):
     """All that must not depend on when or how often it was begun."""
     bundle = Bundle.open(path)
-    files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*.safetensors"))
+    files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.suffix != ".lock")
     records = {task: record.model_copy(update={"learned": ""}) for task, record in bundle.tasks.items()}
     return files, records, dict(bundle.accuracy), bundle.history, bundle.lineage
 
@@ -208,15 +211,37 @@ def test_a_killed_learn_has_not_happened(command, options, photos, taught, answe
     assert set(contents(path)) == set(contents(undisturbed))
 
 
-def test_a_learn_killed_after_the_rename_has_happened(command, options, photos, taught, undisturbed):
+AFTERWARDS = {
+    "the head just renamed": ("os", "replace", 4, "after"),
+    "half of the head before": ("os", "fsync", 11, "torn"),
+    "the head before just renamed": ("os", "replace", 5, "after"),
+    "before an old backbone goes": ("pathlib:Path", "unlink", 6, "before"),
+    "before the mark goes": ("pathlib:Path", "unlink", 7, "before"),
+}
+
+
+@pytest.mark.parametrize("when", AFTERWARDS)
+def test_a_learn_killed_after_the_rename_has_happened(command, options, photos, taught, undisturbed, when):
     path = taught(2)
+    heads = {(path / name).read_bytes() for name in ("bundle.json", "bundle.before.json")}
     arguments = ["learn", photos("greens"), "--name", "greens", "--bundle", path, *options]
-    code, said = command(*arguments, moment=("os", "replace", 4, "after"))
+    code, said = command(*arguments, moment=AFTERWARDS[when])
     assert code == -signal.SIGKILL, said
-    assert len(list((path / "backbones").iterdir())) == 2  # the old one is no longer named
+    assert (path / ".unfinished").exists()
     assert same(answers(path), answers(undisturbed))
-    with Bundle.open(path).changing():
-        assert what_it_learned(path) == what_it_learned(undisturbed)
+    assert (path / "bundle.before.json").read_bytes() in heads  # what it was one change ago, or two
+    damaged = Path(shutil.copytree(path, path.with_name("damaged")))
+    (damaged / "bundle.json").write_bytes(b"gone")
+    assert list(answers(damaged)) in (["reds"], ["reds", "stripes"])  # and it can be gone back to
+
+    bundle = Bundle.open(path)
+    with bundle.changing():
+        bundle.rename_task("reds", "rot")
+        bundle.rename_task("rot", "reds")
+    assert bundle.leftovers() == []
+    backbones = {file.stem for file in (path / "backbones").iterdir()}
+    assert backbones == {json.loads((path / "bundle.json").read_bytes())["backbone"]["sha256"]}
+    assert same(answers(path), answers(undisturbed))
     code, said = command(*arguments)
     assert code == 2
     assert "has a task 'greens' already" in said
@@ -269,7 +294,8 @@ def test_an_error_while_writing_leaves_the_bundle_as_it_was(taught, teach, monke
         teach("greens", path)
     assert {name: found for name, found in contents(path).items() if name in before} == before
     with Bundle.open(path).changing():
-        assert contents(path) == before
+        pass
+    assert contents(path) == before
 
 
 def test_a_name_that_is_taken_is_refused_before_training(taught, teach, no_training):
@@ -391,7 +417,7 @@ def test_the_report_is_what_can_be_measured(teach, photos, tmp_path):
         bundle = Bundle.open(path)
         assert bundle.accuracy["reds"] == changes["reds"].after
         with bundle.changing():  # as if it had been another: what comes next must start from what is on record
-            bundle._commit([Checked(after=task, accuracy={"reds": 12.5})])
+            bundle._journal.commit(bundle.network, [Checked(after=task, accuracy={"reds": 12.5})])
         recorded.append(12.5)
     assert list(changes) == ["reds", "stripes"]
     assert changes["stripes"].before == bundle.history[1].accuracy["stripes"]

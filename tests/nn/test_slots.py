@@ -55,6 +55,20 @@ def test_a_finished_task_stays_bit_identical_while_others_move_the_weights(net, 
     assert_same(net.task_state_dict("a"), stored)
 
 
+def test_a_head_goes_with_the_last_task_of_its_size(net, learn):
+    for seed, (task, classes) in enumerate({"a": 2, "b": 3, "c": 3}.items()):
+        learn(net, task, classes, seed=seed)
+    expected = net.eval()(torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)), "a")
+    net.drop_task("b")
+    assert set(net.heads) == {"2", "3"}
+    net.drop_task("c")
+    assert set(net.heads) == {"2"}
+    found = net(torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)), "a")
+    assert torch.equal(found, expected)
+    learn(net.train(), "d", 3, seed=9)
+    assert set(net.heads) == {"2", "3"}
+
+
 def test_live_tensors_keep_their_addresses(net, learn):
     learn(net, "a", 2, seed=1)
     learn(net, "b", 3, seed=2)

@@ -34,6 +34,9 @@ def learn_command(
     keep: Annotated[
         int, Option(min=0, help="held-out photos to keep with the model, to check the task later; 0: none")
     ] = 64,
+    check: Annotated[
+        int, Option(min=0, help="earlier tasks to test again afterwards, at random where there are more; 0: none")
+    ] = 20,
     model: Annotated[
         str | None, Option(help="for a new bundle: a timm or torchvision name; default: tf_efficientnet_lite0")
     ] = None,
@@ -50,8 +53,8 @@ def learn_command(
     """Teach one model another task from a folder of photos, and see what the earlier tasks lost or gained.
 
     The first call makes the model from a pre-trained network; every later one adds a task with ConFiT. A fifth of the
-    photos (or test/) is held out to measure accuracy, and some of them stay with the model: after every task all
-    earlier ones are checked again. If learning is stopped or fails, the model is as it was.
+    photos (or test/) is held out to measure accuracy, and some of them stay with the model: after every task the
+    earlier ones are tested again, up to --check of them. If learning is stopped or fails, the model is as it was.
 
     [bold]Examples[/bold]
 
@@ -66,7 +69,7 @@ def learn_command(
 
     console = Console()
     given = {"model": model, "weights": weights, "means": means, "size": size, "epochs": epochs, "lr": lr}
-    given |= {"batch_size": batch_size, "seed": seed, "device": device, "keep": keep}
+    given |= {"batch_size": batch_size, "seed": seed, "device": device, "keep": keep, "check": check}
     try:
         settings = LearnSettings.model_validate(given)
     except ValidationError as error:
@@ -92,6 +95,11 @@ def _print_learned(console: Console, report: LearnReport, bundle: Path) -> None:
         table.add_row(escape(change.task), str(change.images), before, f"{change.after:.1f}", moved)
     table.add_row(escape(report.task), str(report.test_images), "", f"{report.accuracy:.1f}", "new")
     table.caption = "accuracy in percent on held-out photos"
+    if len(report.changes) < report.earlier:
+        table.caption += (
+            f"; {len(report.changes):,} of {report.earlier:,} earlier tasks were tested (--check), chosen at random; "
+            "before: when each was last tested"
+        )
     console.print(table)
     kept = f", held-out photos {report.held_out_bytes / 1e6:.2f} MB" if report.held_out_bytes else ""
     console.print(
@@ -107,7 +115,9 @@ def _print_learned(console: Console, report: LearnReport, bundle: Path) -> None:
 def tasks_command(
     bundle: BundleFolder,
     rename: Annotated[tuple[str, str] | None, Option(metavar="OLD NEW", help="give a task another name")] = None,
-    remove: Annotated[str | None, Option(metavar="NAME", help="forget a task and delete its files")] = None,
+    remove: Annotated[
+        str | None, Option(metavar="NAME", help="forget a task; its files go with the next change")
+    ] = None,
     copy: Annotated[
         tuple[Path, str] | None,
         Option(metavar="OTHER NAME", help="take a task over from another bundle with the very same backbone"),
@@ -127,6 +137,8 @@ def tasks_command(
       confitune tasks model --check
     """
     from confitune.deploy import Bundle, check_tasks
+    from confitune.deploy.checking import MOST_GUESSED
+    from confitune.engine import decoding_bar
 
     opened, console = Bundle.open(bundle), Console()
     if rename or remove or copy:
@@ -137,7 +149,8 @@ def tasks_command(
                 opened.remove_task(remove)
             if copy:
                 opened.copy_task(Bundle.open(copy[0]), copy[1])
-    checked = check_tasks(opened, device) if check else None
+    with decoding_bar(console) as testing:
+        checked = check_tasks(opened, device, testing) if check else None
     if as_json:
         typer.echo(json.dumps(_tasks_as_json(opened, checked.accuracy if checked else {}), indent=1))
         return
@@ -162,6 +175,8 @@ def tasks_command(
             soft_wrap=True,
             highlight=False,
         )
+    elif checked and len(opened.tasks) > MOST_GUESSED:
+        console.print(f"How often the task is guessed is not measured with more than {MOST_GUESSED} tasks.")
 
 
 def _tasks_as_json(bundle: Bundle, checked: dict[str, float]) -> list[dict[str, object]]:
@@ -185,6 +200,9 @@ def predict_command(
     task: Annotated[
         str | None, Option(help="which task's classes; default: guess, one forward pass for each task")
     ] = None,
+    among: Annotated[
+        list[str] | None, Option(metavar="TASK", help="guess among these only; may be given many times")
+    ] = None,
     top: Annotated[int, Option(min=1, help="so many classes for each image")] = 5,
     device: Annotated[str, Option(help="auto, cpu, cuda, ...")] = "auto",
     as_json: Annotated[bool, Option("--json", help="one JSON object for each image, a line each")] = False,
@@ -205,7 +223,7 @@ def predict_command(
     if task is not None:
         predictor.bundle.record(task)
     failed = 0
-    for file, answer in predict_files(predictor, files, task, top):
+    for file, answer in predict_files(predictor, files, task, top, among):
         if isinstance(answer, ConfituneError):
             failed += 1
             errors.print(f"{answer}", style="red", markup=False, highlight=False, soft_wrap=True)

@@ -87,7 +87,9 @@ def methods_command(
 @app.command(name="doctor")
 def doctor_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a bundle, a folder of runs, or one of decoded images")],
-    repair: Annotated[bool, Option("--repair", help="mend what can be mended; what is whole is never removed")] = False,
+    repair: Annotated[
+        bool, Option("--repair", help="mend what can be mended; a damaged bundle goes back to before its last change")
+    ] = False,
 ) -> None:
     """Say what is in a folder, compare every file with its checksum, and mend what can be mended.
 

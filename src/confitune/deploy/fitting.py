@@ -56,9 +56,9 @@ class Fit:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor], layers: int) -> Fit | None:
-        """From named tensors; None where they are not those of so many layers."""
+        """A copy of named tensors, which may be those of a file; None where they are not those of so many layers."""
         shapes = [tuple(state[key].shape) if key in state else None for key in _KEYS]
-        return cls(*(state[key] for key in _KEYS)) if shapes == [(layers,), (layers,), (), ()] else None
+        return cls(*(state[key].clone() for key in _KEYS)) if shapes == [(layers,), (layers,), (), ()] else None
 
 
 @torch.no_grad()

@@ -1,13 +1,17 @@
 """What the files of a bundle hold.
 
     bundle.json          the head: network, preprocessing, the backbone's file, how far the index counts
+    bundle.before.json   the head before the last change; every file that it needs is still there
     index.jsonl          what happened to tasks, one line each; only ever appended to
     backbones/<sha256>.safetensors
     tasks/<sha256>.safetensors      batch-norm state, input statistics, head and fit of one task
     held-out/<sha256>.safetensors   a task's held-out images, as PNG
+    .unfinished          is there from the first file that a change writes until all is done
 
 A change writes new files under new names, appends to the index and then renames a new head into place: that rename is
-the commit. Whatever the head does not name does not count, so a change that breaks off has not happened.
+the commit. Whatever no head names does not count, so a change that breaks off has not happened. After the commit the
+old head becomes the one before, and what only the one before that needed is deleted. Files are looked for that nothing
+names only where `.unfinished` says that a change broke off: the others take the same time however many tasks there are.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from confitune.errors import ConfituneError
 
 FORMAT = 1
-HEAD, INDEX, LOCK = "bundle.json", "index.jsonl", ".lock"
+HEAD, BEFORE, INDEX = "bundle.json", "bundle.before.json", "index.jsonl"
+LOCK, UNFINISHED = ".lock", ".unfinished"
 BACKBONES, TASKS, HELD_OUT = "backbones", "tasks", "held-out"
 NAME_LENGTH = 100
 
@@ -32,6 +37,10 @@ Name = Annotated[str, Field(min_length=1, max_length=NAME_LENGTH)]
 
 class BundleError(ConfituneError):
     """A bundle, or what was asked of it, cannot be used; the message says what to do."""
+
+
+class DamagedError(BundleError):
+    """A file of a bundle is not what was written, or is gone."""
 
 
 class _Record(BaseModel):
@@ -143,10 +152,10 @@ def head_from_bytes(data: bytes, where: str) -> Head:
         if isinstance(known, int) and known > FORMAT:
             raise BundleError(f"{where} was written by a newer confitune (format {known}); upgrade confitune")
         if checksum != _checksum(values):
-            raise BundleError(f"{where} is damaged: its checksum does not fit; restore it from a copy")
+            raise DamagedError(f"{where} is damaged: its checksum does not fit; restore it from a copy")
         return Head.model_validate(values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BundleError(f"{where} is damaged, or no bundle's: {_brief(error)}; restore it from a copy") from error
+        raise DamagedError(f"{where} is damaged, or no bundle's: {_brief(error)}; restore it from a copy") from error
 
 
 def event_to_line(event: Event) -> bytes:
@@ -159,7 +168,7 @@ def event_from_line(line: bytes, where: str) -> Event:
     try:
         return _EVENT.validate_json(line)
     except ValidationError as error:
-        raise BundleError(f"{where} is damaged: {_brief(error)}; restore it from a copy") from error
+        raise DamagedError(f"{where} is damaged: {_brief(error)}; restore it from a copy") from error
 
 
 def _checksum(values: dict[str, object]) -> str:

@@ -7,10 +7,23 @@ import re
 import unicodedata
 from pathlib import Path
 
-from confitune.deploy.format import BACKBONES, HELD_OUT, INDEX, LOCK, NAME_LENGTH, TASKS, BundleError
+from confitune.deploy.format import (
+    BACKBONES,
+    BEFORE,
+    HEAD,
+    HELD_OUT,
+    INDEX,
+    LOCK,
+    NAME_LENGTH,
+    TASKS,
+    UNFINISHED,
+    BundleError,
+    StoredFile,
+    TaskRecord,
+)
 
 _STORED = re.compile(r"[0-9a-f]{64}\.safetensors")
-_PARTIAL = re.compile(r"([0-9a-f]{64}|bundle)\.[0-9a-f]{32}\.partial")
+_PARTIAL = re.compile(r"([0-9a-f]{64}|bundle|bundle\.before)\.[0-9a-f]{32}\.partial")
 _FOLDERS = (BACKBONES, TASKS, HELD_OUT)
 
 
@@ -29,17 +42,33 @@ def check_name(task: str) -> str:
     return task
 
 
-def own_files(path: Path) -> list[Path]:
+def is_bundle(path: Path) -> bool:
+    """Whether a folder holds a bundle, be it a damaged one."""
+    return (path / HEAD).is_file() or (path / BEFORE).is_file()
+
+
+def file_name(folder: str, stored: StoredFile) -> str:
+    """Of a stored file within the bundle."""
+    return f"{folder}/{stored.sha256}.safetensors"
+
+
+def names_of(record: TaskRecord) -> list[str]:
+    """A task's files within the bundle."""
+    kept = [] if record.held_out is None else [file_name(HELD_OUT, record.held_out)]
+    return [file_name(TASKS, record.file), *kept]
+
+
+def own_files(path: Path) -> list[str]:
     """Files with names that only a bundle gives: stored tensors, and files that were not finished."""
-    found = [entry for entry in path.glob("*.partial") if _PARTIAL.fullmatch(entry.name)]
+    found = [entry.name for entry in path.glob("*.partial") if _PARTIAL.fullmatch(entry.name)]
     for folder in _FOLDERS:
-        found += [entry for entry in (path / folder).glob("*") if _is_own(entry.name)]
+        found += [f"{folder}/{entry.name}" for entry in (path / folder).glob("*") if _is_own(entry.name)]
     return sorted(found)
 
 
 def foreign_files(path: Path) -> list[str]:
     """What is in a folder that no bundle writes."""
-    usual = {LOCK, INDEX, *_FOLDERS}
+    usual = {LOCK, UNFINISHED, INDEX, *_FOLDERS}
     found = [entry.name for entry in path.iterdir() if entry.name not in usual and not _PARTIAL.fullmatch(entry.name)]
     for folder in _FOLDERS:
         found += [f"{folder}/{entry.name}" for entry in (path / folder).glob("*") if not _is_own(entry.name)]

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from confitune.deploy.bundle import Bundle
+from confitune.deploy.earlier import Change, check_earlier, some_of
 from confitune.deploy.fitting import Fit, logits_and_distances
 from confitune.deploy.format import BundleError, Network, TaskRecord
 from confitune.deploy.held_out import accuracy_on, keep_some
@@ -21,7 +22,7 @@ from confitune.deploy.layout import check_name
 from confitune.engine import Executor, Listener, TaskFit, TrainSettings, batches, evaluate
 from confitune.methods import METHODS, Method
 from confitune.nn import ContinualNet, create_backbone
-from confitune.tasks import CROP, Images, Preprocess, Progress, Task, load_folder_task
+from confitune.tasks import CROP, Images, Progress, Task, load_folder_task
 
 _FITTED = 256  # training images, and as many test images, that a task's fit is taken from
 
@@ -43,16 +44,7 @@ class LearnSettings(BaseModel):
     seed: int = Field(0, ge=0)
     device: str = "auto"
     keep: int = Field(64, ge=0, description="held-out images to keep with the bundle; 0: none")
-
-
-@dataclass(frozen=True)
-class Change:
-    """An earlier task's accuracy on its held-out images, in percent."""
-
-    task: str
-    before: float | None
-    after: float
-    images: int
+    check: int = Field(20, ge=0, description="earlier tasks to test again, at random where there are more; 0: none")
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,8 @@ class LearnReport:
     classes: tuple[str, ...]
     accuracy: float  # on all its test images
     test_images: int
-    changes: tuple[Change, ...]
+    changes: tuple[Change, ...]  # of the earlier tasks that were tested
+    earlier: int  # tasks with held-out images: those that could be tested
     numbers: int  # that the task adds, head excluded
     bytes: int  # that it adds to the bundle, held-out images apart
     held_out_bytes: int
@@ -93,7 +86,7 @@ def learn(
         method: with Xconv BN; the others are there to compare with.
         cache_dir: for decoded images, see `load_tasks`.
         listener: is told how training goes.
-        progress: called as progress(what, done, total) while images are decoded.
+        progress: called as progress(what, done, total) while images are decoded and earlier tasks are tested.
     """
     settings, began = settings or LearnSettings(), time.monotonic()
     check_name(task)
@@ -107,7 +100,7 @@ def learn(
         if task in opened.tasks:
             raise BundleError(f"{bundle} has a task {task!r} already; choose another name, or remove it first")
         if net is None or Bundle.exists(bundle):  # it may have been made meanwhile
-            net = opened.load_network(list(opened.tasks))
+            net = opened.load_network([opened.last_task])  # the new one starts from its batch norm
         network = opened.network
         images = load_folder_task(
             folder, task, mean=network.mean, std=network.std, size=network.size, cache_dir=cache_dir, progress=progress
@@ -115,13 +108,15 @@ def learn(
         _check_classes(images.classes, folder)
         training = _train_settings(settings)
         listener = listener or Listener()
-        listener.run_started(method.name, [*opened.tasks, task], settings.epochs, len(opened.tasks))
-        listener.task_started(len(opened.tasks), task, 0)
+        listener.run_started(method.name, [task], settings.epochs, 0)
+        listener.task_started(0, task, 0)
         executor = Executor(net, training, listener)
         with executor.session():
-            TaskFit(net, images, method, training, listener, executor=executor).run()
+            TaskFit(net, images, method, training, listener, len(opened.tasks), executor).run()
         accuracy = evaluate(net, images, training)
-        changes = _check_earlier(opened, net, images.preprocess)
+        earlier = [name for name, record in opened.tasks.items() if record.held_out is not None]
+        chosen = some_of(earlier, settings.check, settings.seed, len(opened.tasks))
+        changes = check_earlier(opened, net, chosen, images.preprocess, progress)
         state = {**net.task_state_dict(task), **measure_fit(net, images, training).state()}
         stored = opened.store_task(state, images.classes)
         kept = keep_some(images.test, settings.keep, settings.seed) if settings.keep else None
@@ -146,6 +141,7 @@ def learn(
         accuracy=accuracy,
         test_images=len(images.test),
         changes=changes,
+        earlier=len(earlier),
         numbers=net.storage()[task].norm_numbers,
         bytes=stored.bytes,
         held_out_bytes=kept_file.bytes if kept_file else 0,
@@ -178,16 +174,6 @@ def _check_classes(classes: Sequence[str], folder: Path) -> None:
             name.encode()
         except UnicodeEncodeError:
             raise BundleError(f"the name of the class folder {name!r} in {folder} is no text; rename it") from None
-
-
-def _check_earlier(bundle: Bundle, net: ContinualNet, preprocess: Preprocess) -> tuple[Change, ...]:
-    changes = []
-    for task in bundle.tasks:
-        kept = bundle.held_out(task)
-        if kept is not None:
-            after = accuracy_on(net, task, kept, preprocess)
-            changes.append(Change(task, bundle.accuracy.get(task), after, len(kept["labels"])))
-    return tuple(changes)
 
 
 def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualNet]:

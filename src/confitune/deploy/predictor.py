@@ -23,6 +23,7 @@ from confitune.tasks import DataError, Pipeline, Preprocess, UnreadableImageErro
 MOST_PIXELS = 50_000_000  # of an image to predict: 7,000 pixels square
 MOST_STRETCHED = 100  # long side to short side: the short side becomes 256 pixels, the long one in proportion
 READY = 256  # tasks kept in memory
+MOST_GUESSED = 1000  # tasks that a guess may be among: each takes a forward pass
 UNKNOWN_ABOVE = 2.0  # deviations: a few in a hundred of a task's own images are above it
 
 
@@ -95,7 +96,7 @@ class Predictor:
             newer = Bundle.open(path)
             if newer.lineage == bundle.lineage:
                 raise
-            # A task was learned in between, and the backbone before it is gone.
+            # Two tasks were learned in between, and the backbone before them is gone.
             return cls(newer, device=device, ready=ready, unknown_above=unknown_above)
 
     def decode(self, source: bytes | Path, name: str = "image") -> Tensor:
@@ -136,13 +137,16 @@ class Predictor:
         rows = self._net(x, index).float().cpu()
         return [row[: len(self.tasks[task].classes)] for row, task in zip(rows, tasks, strict=True)]
 
-    def predict(self, pixels: Tensor, tasks: Sequence[str | None], top: int = 5) -> list[Prediction]:
+    def predict(
+        self, pixels: Tensor, tasks: Sequence[str | None], top: int = 5, among: Sequence[str] | None = None
+    ) -> list[Prediction]:
         """The answer for each image.
 
         Args:
             pixels: from `decode`, stacked.
             tasks: of each image; None: guess it, see `guess`.
             top: so many classes, best first.
+            among: the tasks that a guess may be one of; default: all.
         """
         if len(pixels) != len(tasks):
             raise DataError(f"{len(pixels)} images and {len(tasks)} tasks: give one task for each image, or None")
@@ -150,7 +154,7 @@ class Predictor:
             if task is not None:
                 self.bundle.record(task)
         open_ones = [n for n, task in enumerate(tasks) if task is None]
-        guessed = dict(zip(open_ones, self.guess(pixels[open_ones]), strict=True)) if open_ones else {}
+        guessed = dict(zip(open_ones, self.guess(pixels[open_ones], among), strict=True)) if open_ones else {}
         chosen = [guessed[n][0] if n in guessed else task for n, task in enumerate(tasks)]
         known = [n for n, task in enumerate(chosen) if task is not None]
         logits = dict(zip(known, self.logits(pixels[known], [str(chosen[n]) for n in known]), strict=True))
@@ -162,17 +166,26 @@ class Predictor:
         return answers
 
     @torch.no_grad()
-    def guess(self, pixels: Tensor) -> list[tuple[str | None, float]]:
+    def guess(self, pixels: Tensor, among: Sequence[str] | None = None) -> list[tuple[str | None, float]]:
         """For each image the task that it fits best and how surely, or None where it fits none.
 
-        Takes one forward pass of the images for each task of the bundle. Tasks are weighed by how well the image fits
-        their statistics (see `fitting.py`), and by how sure their heads are of their best class.
+        Takes one forward pass of the images for each task that it may be, at most `MOST_GUESSED`. Tasks are weighed by
+        how well the image fits their statistics (see `fitting.py`), and by how sure their heads are of their best
+        class.
+
+        Args:
+            among: the tasks that it may be one of; default: all of the bundle.
         """
-        if not self.tasks:
-            raise BundleError(f"{self.bundle.path} has no task yet")
+        names = list(self.tasks) if among is None else list(dict.fromkeys(among))
+        for name in names if among is not None else ():
+            self.bundle.record(name)
+        if not names:
+            raise BundleError(f"{self.bundle.path} has no task yet" if among is None else "a guess among no tasks")
+        if len(names) > MOST_GUESSED:
+            raise BundleError(too_many_to_guess(len(names)))
         x = self.preprocess(pixels.to(self.device))
         scores, misfits = [], []
-        for task in self.tasks:
+        for task in names:
             self._make_ready([task])
             logits, distances = logits_and_distances(self._net, x, task)
             fit = self._loaded[task]
@@ -180,7 +193,6 @@ class Predictor:
             scores.append(logits.float().log_softmax(1).max(1).values.cpu() - misfit)
             misfits.append(misfit)
         share, away = torch.stack(scores, 1).softmax(1), torch.stack(misfits, 1)
-        names = list(self.tasks)
         return [
             (names[t] if float(away[n, t]) <= self.unknown_above else None, float(share[n, t]))
             for n, t in enumerate(share.argmax(1).tolist())
@@ -201,10 +213,20 @@ class Predictor:
         """Have these tasks in memory; those that were used longest ago make room."""
         for task in tasks:
             if task not in self._loaded:
-                state = self.bundle.task_state(task)
-                self._net.load_task_state_dict(task, state, self.bundle.record(task).classes)
-                self._loaded[task] = Fit.from_state(state, self._layers)
+                self._loaded[task] = Fit.from_state(self.bundle.load_task(self._net, task), self._layers)
             self._loaded.move_to_end(task)
         while len(self._loaded) > self.ready:
             gone, _ = self._loaded.popitem(last=False)
             self._net.drop_task(gone)
+
+
+def too_many_to_guess(tasks: int) -> str:
+    """Why a task is not guessed, and what to do.
+
+    >>> too_many_to_guess(10_000)
+    'a guess among 10,000 tasks would take as many forward passes, more than 1,000: name the task, or fewer to guess among'
+    """  # noqa: E501
+    return (
+        f"a guess among {tasks:,} tasks would take as many forward passes, more than {MOST_GUESSED:,}: name the task, "
+        "or fewer to guess among"
+    )

@@ -37,7 +37,7 @@ def image_files(given: Sequence[str]) -> list[Path]:
 
 
 def predict_files(
-    predictor: Predictor, files: Sequence[Path], task: str | None, top: int
+    predictor: Predictor, files: Sequence[Path], task: str | None, top: int, among: Sequence[str] | None = None
 ) -> Iterator[tuple[Path, Prediction | DataError]]:
     """Each file with its answer, or with what is wrong with it; decoded by all cores, a batch at a time."""
 
@@ -52,6 +52,6 @@ def predict_files(
             batch = files[first : first + _BATCH]
             pixels = list(pool.map(decoded, batch))
             good = [image for image in pixels if isinstance(image, Tensor)]
-            answers = iter(predictor.predict(torch.stack(good), [task] * len(good), top) if good else ())
+            answers = iter(predictor.predict(torch.stack(good), [task] * len(good), top, among) if good else ())
             for file, image in zip(batch, pixels, strict=True):
                 yield file, next(answers) if isinstance(image, Tensor) else image

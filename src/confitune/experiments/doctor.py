@@ -43,7 +43,8 @@ def examine(folder: Path, repair: bool = False) -> Examination:
 
     Args:
         folder: a bundle, a folder that `run`, `tune` or `reproduce` wrote, or one of decoded images.
-        repair: do what the findings' remedies say. Nothing that is whole is ever removed.
+        repair: do what the findings' remedies say. Nothing that is whole is ever removed, but for what belongs to a
+            change of a bundle that did not end, or that is undone because of damage.
     """
     if not folder.is_dir():
         raise ConfituneError(f"there is no folder {folder}")
@@ -64,6 +65,11 @@ def _examine_bundle(folder: Path, repair: bool) -> Examination:
     except BundleError as error:
         found.findings.append(Finding(str(error)))
         return found
+    if bundle.damage is not None:
+        back = f"gone back to what it was before its last change, on {bundle.written}"
+        found.findings.append(Finding(bundle.damage, f"{back}; what was made since is deleted"))
+        if repair:
+            bundle.go_back()
     network = bundle.network
     about = f"{network.model}, {network.means} means, {network.size} pixels"
     found.contents.append(f"{about}, last changed {bundle.written}")
@@ -80,11 +86,17 @@ def _examine_bundle(folder: Path, repair: bool) -> Examination:
                 decode_kept(kept, task)
         except ConfituneError as error:
             found.findings.append(Finding(f"task {task!r}: {error}"))
+    if bundle.damage is not None:  # what is left over shows when it is mended
+        return found
+    if (damage := bundle.damage_before()) is not None:
+        found.findings.append(
+            Finding(f"what is kept to go back is damaged: {damage}", "deleted; the next change keeps anew")
+        )
     for path in bundle.leftovers():
         found.findings.append(Finding(f"{path} is left from a change that broke off", "deleted"))
     if repair and found.findings:
         with bundle.changing():
-            pass  # what broke off is swept away
+            bundle.sweep()
     return found
 
 

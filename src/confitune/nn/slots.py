@@ -122,12 +122,14 @@ class TaskSlots(nn.Module):
 
     def drop_task(self, name: str) -> None:
         """Forget a task; the others stay as they are."""
-        self._memory.entry(name)
+        classes = len(self._memory.entry(name).classes)
         if name == self._current:
             self._current = None
             self._recovered_at = None
         del self._memory.tasks[name]
         self._mixed.forget(name)
+        if all(len(entry.classes) != classes for entry in self.tasks.values()):
+            del self.heads[str(classes)]
 
     def shared_state_dict(self) -> dict[str, Tensor]:
         """What all tasks share: the backbone without its batch norms' state."""

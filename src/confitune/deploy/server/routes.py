@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 
-from confitune.deploy.predictor import Prediction, Predictor
+from confitune.deploy.predictor import MOST_GUESSED, Prediction, Predictor, too_many_to_guess
 from confitune.deploy.server.answers import documented
 from confitune.deploy.server.batching import Batcher
 from confitune.deploy.server.forms import Sent, read_sent
@@ -128,6 +128,8 @@ def _tasks_of(sent: Sent, queried: list[str], predictor: Predictor) -> list[str 
     for name in tasks:
         if name and name not in predictor.tasks:
             raise unknown_task(name, predictor.tasks)
+        if not name and len(predictor.tasks) > MOST_GUESSED:
+            raise Refusal(422, "bad-field", f"task: {too_many_to_guess(len(predictor.tasks))}")
     return [name or None for name in (tasks * count if len(tasks) == 1 else tasks)]
 
 
