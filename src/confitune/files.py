@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from uuid import uuid4
 
 from confitune.errors import ConfituneError
@@ -59,3 +60,12 @@ def read_sealed(path: Path) -> bytes:
     if seal != _SEALED + hashlib.sha256(data).hexdigest().encode():
         raise DamagedFileError(f"{path} is damaged: its checksum does not fit")
     return data
+
+
+def checksum_of(values: dict[str, Any]) -> str:
+    """SHA-256 of what a JSON object says, however it is laid out: a file may be reformatted, but not changed.
+
+    >>> checksum_of({"a": 1, "b": [2.5]}) == checksum_of({"b": [2.5], "a": 1})
+    True
+    """
+    return hashlib.sha256(json.dumps(values, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
