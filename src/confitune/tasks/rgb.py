@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from confitune.tasks.errors import DataError, UnreadableImageError
 
@@ -76,7 +76,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return _turned(_in_colour(image), _way_up(image))
 
 
-def _require_few_scans(image: Image.Image) -> None:
+def _require_few_scans(image: ImageFile.ImageFile) -> None:
     """Refuse a JPEG of endless scans; a thumbnail inside it, and what telephones append to it, are not looked at."""
     file = image.fp
     assert file is not None  # nothing was decoded yet
