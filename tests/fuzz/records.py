@@ -1,0 +1,1 @@
+def fuzz(watch): pass
