@@ -56,6 +56,12 @@ def _fuzz(area: str, module: object, scratch: Path, seed: int | None, more: floa
     warnings.simplefilter("ignore")  # what Pillow thinks of large images is not what is asked
     limit_memory()
     watch = Watch(scratch, seed, more)
+    os.environ |= {
+        "HOME": str(watch.at_hand),
+        "CONFITUNE_CACHE": str(watch.at_hand),
+        "CONFITUNE_DATA": str(watch.at_hand),
+    }
+    os.chdir(watch.at_hand)
     module.fuzz(watch)  # type: ignore[attr-defined]
     print(
         f"{area}: {watch.cases} cases, {watch.refused} refused, the slowest {watch.slowest:.1f} s, "

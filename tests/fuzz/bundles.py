@@ -1,1 +1,2 @@
-def fuzz(watch): pass
+def fuzz(watch):
+    pass

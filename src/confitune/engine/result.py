@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from typing_extensions import Self, TypedDict
 
 from confitune import metrics
@@ -23,8 +23,8 @@ from confitune.files import DamagedFileError, checksum_of, write_whole
 _PACKAGES = ("torch", "torchvision", "timm", "numpy", "scikit-learn", "scikit-image", "Pillow")
 _CHECKSUM = "checksum"  # of everything else in the file
 
-Percent = Annotated[float, Field(ge=0, le=100)]
-Points = Annotated[float, Field(ge=-100, le=100)]  # a difference of percentages
+Percent = Annotated[float, Field(ge=-1e-3, le=100 + 1e-3)]  # as `metrics` has it: a mean may be rounded up
+Points = Annotated[float, Field(ge=-100 - 1e-3, le=100 + 1e-3)]  # a difference of percentages
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -37,6 +37,21 @@ class TaskEntry(TypedDict):
     test_images: Count
     norm_numbers: Count
     head_numbers: Count
+
+
+class _Shown(TypedDict, total=False):
+    """What reports say of a run's configuration; whatever else determines its result is compared and no more."""
+
+    model: str
+    pipeline: str
+    held_out: Annotated[float, Field(gt=0, lt=1)] | None
+    means: str | None
+    statistics: str | None
+    precision: str
+    options: dict[str, dict[str, Any]]
+
+
+_SHOWN = TypeAdapter(_Shown)
 
 
 class RunResult(BaseModel):
@@ -65,12 +80,15 @@ class RunResult(BaseModel):
     command: str
 
     @model_validator(mode="after")
-    def _require_square(self) -> Self:
+    def _require_what_the_matrix_gives(self) -> Self:
         tasks = len(self.accuracy_matrix)
         if any(len(row) != tasks for row in self.accuracy_matrix):
             raise ValueError("the accuracy matrix must have a row and a column for each task")
         if len(self.tasks) not in (1, tasks):
             raise ValueError(f"{len(self.tasks)} tasks are described, {tasks} were measured")
+        for name, value in summary_of(self.matrix).items():
+            if name != "accuracy_matrix" and not _near(getattr(self, name), value):
+                raise ValueError(f"{name} is {getattr(self, name)}, its accuracy matrix gives {value}")
         return self
 
     @property
@@ -95,7 +113,9 @@ class RunResult(BaseModel):
         try:
             if checksum not in (None, checksum_of(values)):
                 raise DamagedFileError(f"{path} is damaged: its checksum does not fit; restore it, or run it again")
-            return cls.model_validate(values)
+            result = cls.model_validate(values)
+            _SHOWN.validate_python(result.config)
+            return result
         except (ValueError, RecursionError) as error:
             raise _no_result(path, error) from error
 
@@ -158,3 +178,9 @@ def command_line() -> str:
 
 def _or_none(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+def _near(said: float | None, measured: float | None) -> bool:
+    if said is None or measured is None:
+        return said is measured
+    return math.isclose(said, measured, abs_tol=1e-6)

@@ -15,6 +15,7 @@ from confitune.errors import ConfituneError
 
 MOST_BYTES = 2**16  # a recipe has a few hundred
 MOST_DEEP = 20
+MOST_LONG = 2000  # characters of one value: Python does not print numbers of more than 4,300 digits
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -40,8 +41,12 @@ def parse_yaml(data: bytes | str, source: str) -> Any:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if isinstance(event, yaml.AliasEvent):
                 raise ConfituneError(f"{source} has an alias, *{event.anchor}; write out what it stands for")
+            if isinstance(event, yaml.ScalarEvent) and len(event.value) > MOST_LONG:
+                raise ConfituneError(f"{source} has a value of {len(event.value):,} characters; options are shorter")
             if depth > MOST_DEEP:
                 raise ConfituneError(f"{source} is nested more than {MOST_DEEP} deep; options are not")
         return yaml.safe_load(data)
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # ValueError: a 13th month, a number without end
+    except ConfituneError:
+        raise
+    except Exception as error:  # PyYAML raises almost anything: on a 13th month, on a number that is none
         raise ConfituneError(f"{source} is not YAML: {error}") from error
