@@ -19,6 +19,7 @@ import warnings
 from pathlib import Path
 
 import torch
+
 from fuzz.watch import Watch, limit_memory
 
 AREAS = ("images", "recipes", "records", "checkpoints", "bundles")

@@ -8,12 +8,12 @@ import zlib
 from typing import Any
 
 import numpy as np
-from fuzz.mutations import damaged
-from fuzz.watch import Watch
 from hypothesis import strategies as st
 from PIL import Image
 
 from confitune.tasks import Pipeline, open_rgb
+from fuzz.mutations import damaged
+from fuzz.watch import Watch
 
 _SIDES = (0, 1, 2, 99, 255, 4095, 8900, 16_383, 65_535, 2**24, 2**31 - 1, 2**32 - 1)
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import yaml
-from fuzz.mutations import DEEP, changed, damaged
-from fuzz.watch import Watch
 from hypothesis import strategies as st
 from PIL import Image
 
 from confitune.experiments import make_recipe, merge_options, read_recipe, read_scope
 from confitune.experiments.reproduce.plan import parts_of
+from fuzz.mutations import DEEP, changed, damaged
+from fuzz.watch import Watch
 
 _WHATS = ("table1", "table2", "curves", "shift", "transductive", "controls", "deeper")
 

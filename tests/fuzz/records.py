@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fuzz.mutations import as_json, changed, damaged, holds_deep
-from fuzz.watch import Watch
 from PIL import Image
 
 from confitune.engine import CsvLog, RunResult
@@ -18,6 +17,8 @@ from confitune.experiments.reproduce.outcome import Outcome, write_index, write_
 from confitune.files import checksum_of
 from confitune.tasks.pipelines import Pipeline
 from confitune.tasks.store import ImageFile, open_store
+from fuzz.mutations import as_json, changed, damaged, holds_deep
+from fuzz.watch import Watch
 
 
 def fuzz(watch: Watch) -> None:
@@ -104,13 +105,11 @@ def _results(watch: Watch) -> None:
 
     def say(values: Any) -> None:
         """With a checksum that is right."""
-        sealed = values
-        if isinstance(values, dict) and not holds_deep(values):
-            try:
-                sealed = {**values, "checksum": checksum_of(values)}
-            except ValueError:  # no text, so no checksum
-                pass
-        use(as_json(sealed).encode())
+        checksum = {}
+        if not holds_deep(values):
+            with suppress(ValueError):  # what is no text has no checksum
+                checksum = {"checksum": checksum_of(values)}
+        use(as_json({**values, **checksum}).encode())
 
     use(whole)
     watch.try_many(damaged(whole), use, 120)
@@ -129,7 +128,8 @@ def _pages(watch: Watch) -> None:
         write_index(out)
 
     use(whole)
-    watch.try_many(damaged(whole), use, 60, found=[b"5", b"[" * 100_000, b'{"what": 1, "cells": [1]}'])
+    lone = b'{"what": "\\ud800", "title": "", "cells": [], "claims": []}'
+    watch.try_many(damaged(whole), use, 60, found=[b"5", b"[" * 100_000, b'{"what": 1, "cells": [1]}', lone])
     watch.try_many(changed(json.loads(whole)).map(lambda values: as_json(values).encode()), use, 60)
 
 

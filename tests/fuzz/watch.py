@@ -92,7 +92,7 @@ class Watch:
 
 
 def limit_memory() -> None:
-    """Let reservations fail that are far beyond what is allowed; a case that met such a failure is found by its cause."""
+    """Let reservations fail that are far beyond what is allowed; a case that met one is found by its error's cause."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + 3 * MEMORY, now + 3 * MEMORY))

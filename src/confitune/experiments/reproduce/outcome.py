@@ -60,15 +60,17 @@ def write_index(out: Path) -> None:
     for path in sorted(out.glob("*.json")):
         try:
             line = _index_line(json.loads(path.read_bytes()))
+            line.encode()
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ConfituneError(f"{path} is damaged, or none of these pages: {error!r:.200}; remove it") from error
-        lines += [line] if line else []
+        lines += filter(None, [line])
     write_whole(out / "index.md", lambda file: file.write(("\n".join(lines) + "\n").encode()))
 
 
-def _index_line(record: dict[str, Any]) -> str | None:
+def _index_line(record: dict[str, Any]) -> str:
+    """A page's line; empty for other files."""
     if "what" not in record:
-        return None
+        return ""
     verdicts = [cell["verdict"] for cell in record["cells"]]
     claims = [bool(claim["holds"]) for claim in record["claims"] if claim["holds"] is not None]
     counts = [verdicts.count(verdict) for verdict in ("inside", "higher", "lower")]
