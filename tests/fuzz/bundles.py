@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import load, save
 
 from confitune.deploy import Bundle, LearnSettings, Predictor, learn
 from confitune.deploy.format import EMPTY, chained
@@ -73,6 +75,9 @@ def fuzz(watch: Watch) -> None:
         _exchange(model, *case)
         use()
 
+    def other_tensors(case: tuple[Path, tuple[str, str, str]]) -> None:
+        tensors((case[0], _with_other(files[case[0]], case[1])))
+
     @restored
     def look(case: tuple[Path, bytes]) -> None:
         _exchange(model, *case)
@@ -85,11 +90,12 @@ def fuzz(watch: Watch) -> None:
     mine = [path for path in large if path.parts[0] != "backbones"]
     watch.try_many(_of(small, lambda path: damaged(files[path])), damage, 200)
     watch.try_many(_of(large, lambda path: damaged(files[path])), damage, 100)
-    keep = ("index_bytes",)
-    watch.try_many(changed(json.loads(files[Path("bundle.json")]), keep), head, 150)
+    trusted = ("index_bytes",)  # as much is read at once
+    watch.try_many(changed(json.loads(files[Path("bundle.json")]), trusted), head, 150)
     watch.try_many(_of(range(len(events)), lambda n: changed(events[n])), index, 200)
     watch.try_many(_of(mine, lambda path: _header(files[path])), tensors, 150)
     watch.try_many(_of(mine, lambda path: damaged(files[path])), tensors, 100)
+    watch.try_many(_of(mine, lambda path: _other_tensors(files[path])), other_tensors, 200)
     watch.try_many(_of(large, lambda path: _header(files[path])), look, 25)
 
 
@@ -163,3 +169,39 @@ def _header(draw: st.DrawFn, data: bytes) -> bytes:
     header = as_json(values, depth=200).encode()
     length = draw(st.sampled_from((len(header), len(header), len(header), size, 2**63, 0)))
     return struct.pack("<Q", length) + header + data[8 + size :]
+
+
+# By name, what becomes of a tensor; None: it is left out.
+_OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "left out": lambda tensor: None,
+    "one more dimension": lambda tensor: tensor[None].contiguous(),
+    "one number": lambda tensor: tensor.reshape(-1)[:1].clone(),
+    "twice as long": lambda tensor: torch.cat([tensor.reshape(-1)] * 2),
+    "empty": lambda tensor: torch.zeros(0),
+    "no dimension": lambda tensor: torch.tensor(-1.0),
+    "four dimensions": lambda tensor: torch.zeros(7, 3, 2, 1),
+    "all 100": lambda tensor: torch.full_like(tensor, 100),
+    "all -1": lambda tensor: torch.full_like(tensor.float(), -1).to(tensor.dtype),
+    "float64": lambda tensor: tensor.to(torch.float64),
+    "bfloat16": lambda tensor: tensor.to(torch.bfloat16),
+    "bool": lambda tensor: tensor.bool(),
+    "int8": lambda tensor: tensor.to(torch.int8),
+    "not a number": lambda tensor: torch.full_like(tensor.float(), float("nan")),
+    "huge": lambda tensor: torch.full_like(tensor.float(), 1e38),
+}
+
+
+@st.composite
+def _other_tensors(draw: st.DrawFn, data: bytes) -> tuple[str, str, str]:
+    """Which tensor is to be another, what becomes of it, and under which name."""
+    trusted = ("input_size", "finished", "head.weight")  # by the network, as they are
+    key = draw(st.sampled_from(sorted(key for key in load(data) if not key.endswith(trusted))))
+    name = draw(st.sampled_from((key, key, key, key, "", "x", "../x", "head.bias")))
+    return key, draw(st.sampled_from(sorted(_OTHERS))), name
+
+
+def _with_other(data: bytes, other: tuple[str, str, str]) -> bytes:
+    key, kind, name = other
+    state = load(data)
+    changed_tensor = _OTHERS[kind](state.pop(key))
+    return save(state if changed_tensor is None else {**state, name: changed_tensor})

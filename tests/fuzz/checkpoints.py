@@ -85,10 +85,10 @@ def _run(folder: Path, sequence: TaskSequence) -> SequenceRun:
 
 
 class _Held:
-    """A tensor, among values that are changed."""
+    """A tensor or a tuple, among values that are changed."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def __deepcopy__(self, memo: object) -> _Held:
         return self
@@ -98,16 +98,16 @@ class _Held:
 
 
 def _without_tensors(values: Any) -> Any:
-    if isinstance(values, torch.Tensor):
+    if isinstance(values, torch.Tensor | tuple):
         return _Held(values)
     if isinstance(values, dict):
         return {key: _without_tensors(value) for key, value in values.items()}
-    return [_without_tensors(value) for value in values] if isinstance(values, list | tuple) else values
+    return [_without_tensors(value) for value in values] if isinstance(values, list) else values
 
 
 def _with_tensors(values: Any) -> Any:
     if isinstance(values, _Held):
-        return values.tensor
+        return values.value
     if isinstance(values, dict):
         return {key: _with_tensors(value) for key, value in values.items()}
     if isinstance(values, list):
