@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +26,17 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         _sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def require_writable(folder: Path) -> None:
+    """Make the folder, or say that nothing can be written there: now, not after the work is done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfituneError(f"cannot write in {folder}: {why}; choose another folder with --out") from error
 
 
 def _sync_folder(folder: Path) -> None:

@@ -13,6 +13,7 @@ from confitune.errors import ConfituneError
 from confitune.experiments.local import RESULT, LocalRuns, Run, Watch, run_folder
 from confitune.experiments.recipe import Recipe
 from confitune.experiments.summary import write_summary
+from confitune.files import require_writable
 from confitune.nn import Backbone, create_backbone, require_batch_norm
 from confitune.tasks import TaskSequence
 
@@ -49,6 +50,7 @@ def run_recipe(
         write_summary(out)  # a run that was killed right after its result may have left an older one
     left = [run for run in plan if done[run] is None]
     if left:
+        require_writable(out)
         device = recipe.train_settings(0).torch_device()
         sequence = place(load_sequence(recipe, backbone, console), device, recipe.pixels)
         runs = LocalRuns(recipe, out, backbone, sequence, console, checkpoint_seconds, watch)
