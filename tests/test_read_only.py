@@ -71,6 +71,8 @@ def command(weights, photos, tmp_path, monkeypatch, capfd):
         "reproduce": f"reproduce table2 --datasets digits --quick --methods finetune {tiny} --out OUT",
         "report": "report RUNS --out OUT/page.html",
         "learn": f"learn {photos} --name x --epochs 1 --batch-size 4 --size 32 {tiny} --bundle OUT",
+        "more": f"learn {photos} --name y --epochs 1 --batch-size 4 --device cpu --bundle OUT",
+        "predict": f"predict MODEL {photos / '0/0.png'} --device cpu",
     }
     monkeypatch.setenv("CONFITUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "300")
@@ -135,20 +137,14 @@ def test_results_on_a_disk_that_became_read_only_stay_and_can_be_reported_elsewh
     assert contents(out) == before
 
 
-def test_a_bundle_on_a_disk_that_became_read_only_still_answers(command, read_only, photos, tmp_path, monkeypatch):
+def test_a_bundle_on_a_disk_that_became_read_only_still_answers(command, read_only, tmp_path):
     model = tmp_path / "model"
     assert command("learn", model)[0] == 0
     before = contents(model)
     read_only(model)
-    words = ["confitune", "learn", photos, "--name", "y", "--epochs", "1", "--batch-size", "4", "--bundle", model]
-    monkeypatch.setattr(sys, "argv", list(map(str, words)))
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    assert exit_.value.code == 2
-    monkeypatch.setattr(sys, "argv", ["confitune", "predict", str(model), str(photos / "0/0.png"), "--device", "cpu"])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    assert not exit_.value.code
+    require_refused(*command("more", model), "Read-only file system", "choose a folder that you may read and write")
+    code, said = command("predict", model, MODEL=model)
+    assert (code, "0.png: " in said) == (0, True)
     assert contents(model) == before
 
 

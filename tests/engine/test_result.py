@@ -205,6 +205,9 @@ def test_every_result_that_came_with_the_program_is_read():
     "change",
     [
         {"acc": 101.0},
+        {"acc": 50.0},  # its matrix gives another
+        {"bwt": None},
+        {"config": {"options": 5}},
         {"acc": math.nan},
         {"seed": -1},
         {"accuracy_matrix": [[1.0, 2.0]]},
