@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from uuid import uuid4
 
 from confitune.errors import ConfituneError
@@ -24,6 +26,17 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def require_writable(folder: Path) -> None:
+    """Make the folder, or say that nothing can be written there: now, not after the work is done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfituneError(f"cannot write in {folder}: {why}; choose another folder with --out") from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -59,3 +72,12 @@ def read_sealed(path: Path) -> bytes:
     if seal != _SEALED + hashlib.sha256(data).hexdigest().encode():
         raise DamagedFileError(f"{path} is damaged: its checksum does not fit")
     return data
+
+
+def checksum_of(values: dict[str, Any]) -> str:
+    """SHA-256 of what a JSON object says, however it is laid out: a file may be reformatted, but not changed.
+
+    >>> checksum_of({"a": 1, "b": [2.5]}) == checksum_of({"b": [2.5], "a": 1})
+    True
+    """
+    return hashlib.sha256(json.dumps(values, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

@@ -118,3 +118,23 @@ def test_several_listeners_hear_the_same_in_order():
     assert heard == [(name, hook, args) for hook, args in calls.items() for name in "ab"]
     hooks = {name for name, value in vars(Listener).items() if callable(value)}
     assert hooks == set(calls)  # none is left out
+
+
+def test_half_a_line_of_a_killed_process_is_dropped_when_a_run_goes_on(tmp_path):
+    log = CsvLog(tmp_path)
+    log.run_started("confit", ["dark", "bright"], 2, 0)
+    log.task_started(0, "dark", 0)
+    log.epoch_ended(EpochEnd(0, "dark", "head", 0, 2, 1.5, 50.0, 0.01, 1.0, 8))
+    whole = (tmp_path / "epochs.csv").read_bytes()
+    for left in (
+        b"0,dark,he",
+        b"x,dark,head,0,1.5,50.0,0.01,1.0,8",
+        b"0,dark,head,",
+        b"\xff\x00,",
+        b'"' + b"x" * 200_000,
+    ):
+        (tmp_path / "epochs.csv").write_bytes(whole + left)
+        again = CsvLog(tmp_path)
+        again.run_started("confit", ["dark", "bright"], 2, 0)
+        again.task_started(0, "dark", 1)
+        assert (tmp_path / "epochs.csv").read_bytes() == whole

@@ -3,15 +3,17 @@ import math
 import platform
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from confitune import metrics
-from confitune.engine import RunResult
+from confitune.engine import RunResult, has_checksum
 from confitune.engine.result import command_line, summary_of
 from confitune.errors import ConfituneError
+from confitune.files import DamagedFileError, checksum_of
 from confitune.nn import state_sha256
 
 
@@ -110,3 +112,118 @@ def test_summary_of_a_matrix_has_none_for_what_is_not_defined():
 def test_the_command_has_no_path(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/a/b/confitune", "run", "--epochs", "3"])
     assert command_line() == "confitune run --epochs 3"
+
+
+# ---- the checksum ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A result's file, as bytes, and what it says."""
+    path = tmp_path_factory.mktemp("saved") / "result.json"
+    task = {
+        "name": "t",
+        "classes": ["ä", "b"],
+        "train_images": 8,
+        "test_images": 2,
+        "norm_numbers": 5,
+        "head_numbers": 6,
+    }
+    result = RunResult(
+        dataset="digits",
+        method="confit",
+        seed=1,
+        **summary_of(np.array([[90.5, 80.25], [math.nan, 95.0]])),
+        tasks=[task, task],
+        config={"lr": 0.01, "options": {"ewc": {"strength": 3000.0}}},
+        versions={"torch": "2"},
+        device="cpu",
+        weights="own.pth",
+        weights_sha256="ab" * 32,
+        final_sha256="cd" * 32,
+        seconds=1.5,
+        images_per_second=100.0,
+        command="confitune run",
+    )
+    result.save(path)
+    return path.read_bytes(), result
+
+
+def test_no_changed_byte_passes_for_another_result(saved, tmp_path):
+    data, result = saved
+    path = tmp_path / "result.json"
+    noticed = 0
+    for place in range(len(data)):
+        for bit in (0, 5):
+            changed = bytearray(data)
+            changed[place] ^= 1 << bit
+            path.write_bytes(changed)
+            try:
+                assert RunResult.load(path) == result  # e.g. a capital letter of an escape: it says the same
+            except ConfituneError as error:
+                noticed += str(path) in str(error)
+    assert noticed > 1.9 * len(data)
+
+
+def test_a_changed_number_is_damage(saved, tmp_path):
+    data, _ = saved
+    path = tmp_path / "result.json"
+    path.write_bytes(data.replace(b'"acc": 87.625', b'"acc": 97.625'))
+    with pytest.raises(
+        DamagedFileError, match=r"result\.json is damaged: its checksum does not fit; restore it, or run"
+    ):
+        RunResult.load(path)
+
+
+def test_layout_and_order_are_not_part_of_what_is_said(saved, tmp_path):
+    data, result = saved
+    (tmp_path / "result.json").write_text(json.dumps(json.loads(data), sort_keys=True, indent=4))
+    assert RunResult.load(tmp_path / "result.json") == result
+
+
+def test_results_from_before_there_was_a_checksum_are_read(saved, tmp_path):
+    data, result = saved
+    values = json.loads(data)
+    assert has_checksum_of(tmp_path, values)
+    del values["checksum"]
+    assert not has_checksum_of(tmp_path, values)
+    assert RunResult.load(tmp_path / "result.json") == result
+
+
+def has_checksum_of(folder, values):
+    (folder / "result.json").write_text(json.dumps(values))
+    return has_checksum(folder / "result.json")
+
+
+def test_every_result_that_came_with_the_program_is_read():
+    paths = sorted((Path(__file__).parents[2] / "results").rglob("result.json"))
+    assert len(paths) > 100
+    assert all(RunResult.load(path).acc > 0 for path in paths)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"acc": 101.0},
+        {"acc": 50.0},  # its matrix gives another
+        {"bwt": None},
+        {"config": {"options": 5}},
+        {"acc": math.nan},
+        {"seed": -1},
+        {"accuracy_matrix": [[1.0, 2.0]]},
+        {"accuracy_matrix": []},
+        {"tasks": []},
+        {"tasks": [{"name": "t"}]},
+        {"seconds": math.inf},
+        {"more": 1},
+        {"command": "\ud800"},
+    ],
+)
+def test_what_no_run_measures_is_refused_under_a_true_checksum(saved, tmp_path, change):
+    values = {**json.loads(saved[0]), **change}
+    del values["checksum"]
+    if "command" not in change:  # what is no text has no checksum
+        values["checksum"] = checksum_of(values)
+    (tmp_path / "result.json").write_text(json.dumps(values))
+    with pytest.raises(ConfituneError, match="is not a result of this program"):
+        RunResult.load(tmp_path / "result.json")

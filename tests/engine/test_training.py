@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from confitune.engine import EpochEnd, Listener, TaskFit, TrainSettings, evaluate, fit
 from confitune.errors import ConfituneError
-from confitune.methods import METHODS
+from confitune.methods import METHODS, create_method
 from confitune.tasks import Images, TaskSequence
 
 
@@ -136,6 +136,23 @@ def test_two_training_images_are_enough(make_net, make_task, method):
     fit(net, task, method, TrainSettings(epochs=5, device="cpu"))
     assert net.tasks["dark"].finished
     assert 0 <= evaluate(net, task) <= 100
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, method in METHODS.items() if not method.joint] + ["ewc+confit", "rwalk", "mas+cpr+confit"]
+)
+@pytest.mark.parametrize("statistics", ["running", "pass"])
+def test_a_last_batch_of_one_image_is_no_trouble(make_net, make_task, name, statistics):
+    """17 images in batches of 8: in training, in estimating what weights matter, in the pass and in evaluation."""
+    method = create_method(name)
+    tasks = [make_task("dark", (9, 8), (9, 8)), make_task("bright", (8, 9), (8, 9), base=170)]
+    net = make_net(method.norm, statistics=statistics)
+    for task in tasks:
+        fit(net, task, method, TrainSettings(epochs=4, batch_size=8, device="cpu"))
+    for task in tasks:
+        found = [evaluate(net, task, TrainSettings(eval_batch_size=size, device="cpu")) for size in (8, 16, 17)]
+        assert found[0] == found[1] == found[2]
+    assert all(parameter.isfinite().all() for parameter in net.parameters())
 
 
 def test_one_training_image_is_refused(make_net, make_task, make_run, sequence):

@@ -1,5 +1,7 @@
 """What is damaged is found and named, what can be mended is, and what is whole stays."""
 
+import json
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -10,6 +12,7 @@ from confitune.deploy import Bundle, LearnSettings, learn
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments import examine, make_recipe, run_recipe
+from confitune.tasks import exclusive
 
 
 def flip(path, place=-1):
@@ -28,7 +31,32 @@ def run(values, tmp_path):
 def test_whole_runs(run):
     found = examine(run.parents[2])
     assert (found.kind, found.findings) == ("runs", [])
-    assert found.contents == ["digits/finetune/seed-0: finished"]
+    assert found.contents == ["digits/finetune/seed-0: finished, with a checksum"]
+
+
+def test_a_changed_result_is_found_and_an_older_one_without_checksum_is_told_apart(run):
+    path = run / "result.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "acc": values["acc"] / 2}))
+    (finding,) = examine(run.parents[2]).findings
+    assert finding.problem.startswith(f"{path} is damaged: its checksum does not fit")
+    del values["checksum"]
+    path.write_text(json.dumps(values))
+    found = examine(run.parents[2])
+    assert found.contents == ["digits/finetune/seed-0: finished, without a checksum, as results once were"]
+    assert found.findings == []
+
+
+def test_a_run_that_another_process_works_on_is_left_alone(run):
+    left = run / "epochs.1234.partial"
+    left.touch()
+    with exclusive(run / ".lock", lambda: None):
+        found = examine(run.parents[2], repair=True)
+        assert found.contents == ["digits/finetune/seed-0: another process is working on it"]
+        assert found.findings == []
+        assert left.exists()
+    assert len(examine(run.parents[2], repair=True).findings) == 1
+    assert not left.exists()
 
 
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before(run):
@@ -110,6 +138,21 @@ def test_damaged_decoded_images_are_decoded_again(photos):
     (finding,) = examine(photos / "store", repair=True).findings
     assert finding.problem == f"{pixels} is damaged"
     assert not pixels.exists()
+    assert not pixels.with_suffix(".json").exists()
+
+
+def test_what_a_killed_process_left_of_decoded_images_is_swept_away(tmp_path):
+    store = "folder-birds-clean-0123456789abcdef0123"
+    half, header = tmp_path / f"{store}.{'a' * 32}.partial", tmp_path / f"{store}.json"
+    others = [tmp_path / "notes.json", tmp_path / "mine.partial", tmp_path / f"{store}.lock"]
+    for path in (half, header, *others):
+        path.touch()
+    with exclusive(tmp_path / f"{store}.lock", lambda: None), pytest.raises(ConfituneError, match="no decoded images"):
+        examine(tmp_path, repair=True)  # someone is decoding
+    found = examine(tmp_path, repair=True)
+    assert found.kind == "image store"
+    assert [finding.problem.split(" is left")[0] for finding in found.findings] == [str(half), str(header)]
+    assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
 def test_other_folders_are_refused(tmp_path):

@@ -1,9 +1,10 @@
+import math
 from pathlib import Path
 
 import pytest
 
 from confitune.errors import ConfituneError
-from confitune.experiments import Recipe, make_recipe, read_recipe
+from confitune.experiments import Recipe, make_recipe, merge_options, read_recipe
 from confitune.tasks import DATASETS
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -217,3 +218,56 @@ def test_the_recipes_that_come_along_are_valid():
 def test_the_default_recipe_is_the_default():
     (path,) = (path for path in RECIPES if path.name == "default.yaml")
     assert make_recipe(read_recipe(path)) == make_recipe({})
+
+
+LAUGHS = "a: &a [ha, ha]\n" + "".join(f"b{n}: &b{n} [*a, *a]\n" for n in range(3))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (LAUGHS, r"has an alias, \*a; write out what it stands for"),
+        ("a: " + "[" * 30 + "]" * 30, "is nested more than 20 deep"),
+        ("a: " + "9" * 3000, "has a value of 3,000 characters"),
+        ("a: " + "[1, 2],\n" * 10_000, "is larger than 65,536 bytes; it is no recipe"),
+        ("a: !!timestamp x", "is not YAML"),
+        ("a: 2024-13-45", "is not YAML"),
+        ("1: 2", "must hold options by name"),
+    ],
+)
+def test_a_file_that_stands_for_more_than_it_says_is_refused(tmp_path, text, message):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfituneError, match=rf"mine\.yaml {message}"):
+        read_recipe(path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"seeds": 10**12},
+        {"order_seed": 2**63},
+        {"lr": math.inf},
+        {"weight_decay": math.nan},
+        {"cache_dir": "a\0b"},
+        {"dataset": "folder:a\0b"},
+        {"device": "\ud800"},
+        {"model": 5},
+    ],
+)
+def test_values_that_no_experiment_has(values):
+    (name,) = values
+    with pytest.raises(ConfituneError, match=f"the options given: {name}="):
+        make_recipe({"dataset": "digits", **values})
+
+
+def test_long_values_are_shortened_when_they_are_refused():
+    with pytest.raises(ConfituneError) as caught:
+        make_recipe({"dataset": "digits", "lr": ["x" * 10**6]})
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("options", [5, {"ewc": 5}, [1]])
+def test_options_that_are_not_by_part(options):
+    with pytest.raises(ConfituneError, match="must be by part"):
+        merge_options(options, ["ewc.strength=3"])

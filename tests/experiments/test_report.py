@@ -24,8 +24,9 @@ EVIL = "</script><img src=x onerror=alert(1)>"
 
 def result(method="confit", seed=0, matrix=((90.0, 80.0), (NAN, 95.0)), **changed):
     matrix = np.array(matrix, dtype=float)
+    images = {"classes": ["cat", "dog"], "train_images": 7, "test_images": 2}
     tasks = [
-        {"name": f"t{i}", "classes": ["cat", "dog"], "train_images": 7, "norm_numbers": 1000 + i, "head_numbers": 34}
+        {"name": f"t{i}", **images, "norm_numbers": 1000 + i, "head_numbers": 34}
         for i in range(1 if method == "joint" else len(matrix))
     ]
     values = {
@@ -275,7 +276,8 @@ def test_the_same_results_give_the_same_bytes(folder, tmp_path):
 
 def test_names_are_text_wherever_they_stand(tmp_path):
     name = "<!--<script><img src=x onerror=alert(1)>"  # a folder may be called so
-    task = {"name": EVIL, "classes": [EVIL], "norm_numbers": 1, "head_numbers": 1}
+    counts = dict.fromkeys(("train_images", "test_images", "norm_numbers", "head_numbers"), 1)
+    task = {"name": EVIL, "classes": [EVIL], **counts}
     evil = dict.fromkeys(("device", "execution", "weights", "weights_sha256", "final_sha256", "command"), EVIL)
     run = result(name, **evil, tasks=[task, task], config={"model": EVIL, EVIL: EVIL}, versions={EVIL: EVIL})
     page, markdown = reported(saved(tmp_path, run), title=EVIL)

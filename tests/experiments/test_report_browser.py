@@ -24,6 +24,8 @@ def result(dataset, method, seed, matrix, stored=1000):
         {
             "name": f"t{i}",
             "classes": ["</script><img src=x onerror=window.hacked=1>"],
+            "train_images": 7,
+            "test_images": 2,
             "norm_numbers": stored,
             "head_numbers": 34,
         }

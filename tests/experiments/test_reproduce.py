@@ -12,6 +12,7 @@ from confitune.experiments.paper import Reported, reported
 from confitune.experiments.reproduce import WHATS, Cell, Claim, Outcome, Scope, read_scope, reproduce
 from confitune.experiments.reproduce import session as session_module
 from confitune.experiments.reproduce.compare import cells_of, claims_markdown, table_markdown
+from confitune.experiments.reproduce.outcome import write_index
 from confitune.experiments.reproduce.plan import TABLE1, parts_of
 
 ELEVEN = {
@@ -224,3 +225,33 @@ def test_reported_numbers_are_complete():
     assert all(set(row) == {"cifar100", "cub200", "caltech101", "flowers102"} for row in table.values())
     assert table["confit"]["caltech101"] == Reported(88.73, 0.34, 0.67, 0.27)
     assert reported("table2")["hierarchical"]["flowers102"] == Reported(83.39, 0.43)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("what: 5", "what must be names, with commas or as a list: got 5"),
+        ("what: [table1, 5]", "what must be names"),
+        ("what: table1\ndatasets: {a: b}", "datasets must be names"),
+        ("what: table1\nmethods: 3", "methods must be names"),
+        ("what: table1\ndatasets: digits\npipeline: publisht", "pipeline='publisht' is not known"),
+        ("what: table1\ndatasets: digits\nseeds: 0", "seeds=0"),
+    ],
+)
+def test_a_file_that_asks_for_what_there_is_not(tmp_path, text, message):
+    (tmp_path / "mine.yaml").write_text(text)
+
+    def asked():
+        scope, whats = read_scope({"what": [str(tmp_path / "mine.yaml")], "out": tmp_path})
+        return [parts_of(what, scope) for what in whats]
+
+    with pytest.raises(ConfituneError, match=message):
+        asked()
+
+
+@pytest.mark.parametrize("text", ["5", "[" * 100_000, '{"what": 1, "cells": [1]}', "{half"])
+def test_a_damaged_page_is_named_by_the_index(tmp_path, text):
+    (tmp_path / "table1.json").write_text(text)
+    with pytest.raises(ConfituneError, match=r"table1\.json is damaged, or none of these pages: .*; remove it"):
+        write_index(tmp_path)
+    assert not (tmp_path / "index.md").exists()

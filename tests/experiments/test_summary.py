@@ -19,7 +19,8 @@ NAN = math.nan
 
 def result(method="confit", seed=0, matrix=((90.0, 80.0), (NAN, 95.0)), dataset="digits"):
     matrix = np.array(matrix)
-    tasks = [{"name": f"t{i}", "norm_numbers": 1000 + i, "head_numbers": 34} for i in range(len(matrix))]
+    images = {"classes": ["cat", "dog"], "train_images": 7, "test_images": 2}
+    tasks = [{"name": f"t{i}", **images, "norm_numbers": 1000 + i, "head_numbers": 34} for i in range(len(matrix))]
     return RunResult(
         dataset=dataset,
         method=method,

@@ -95,6 +95,12 @@ def test_unreadable_images_and_broken_links_are_named(load, class_folders: Path)
         load(class_folders)
 
 
+def test_thin_images_are_named(load, class_folders: Path, write_image) -> None:
+    write_image(class_folders / "bee/2.jpg", 1, (500, 4))
+    with pytest.raises(UnreadableImageError, match=r"bee/2\.jpg: it is too thin: 500 x 4 pixels"):
+        load(class_folders)
+
+
 def test_bad_folders_are_explained(load, class_folders: Path, tmp_path: Path, write_image) -> None:
     with pytest.raises(DataMissingError, match="nowhere is not there"):
         load(tmp_path / "nowhere")

@@ -1,7 +1,11 @@
 """The four sets of the paper, in small, in the layouts of their archives."""
 
+import hashlib
+import importlib
 import pickle
+import shutil
 import tarfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +15,7 @@ from PIL import Image
 from sklearn.model_selection import train_test_split
 
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, DataError, DataMissingError, TaskSequence, load_tasks
+from confitune.tasks.datasets.fetch import Remote
 from confitune.tasks.pipelines import byte_wrap_table
 
 
@@ -122,13 +127,26 @@ def test_cub_official_split_and_boxes(load, cub_dir: Path, label_of) -> None:
     assert int(joint.train.pixels[:, 2].min()) == 0  # the clean pipeline keeps what is around it
 
 
-def test_cub_archive_is_unpacked(load, cub_dir: Path, tmp_path: Path) -> None:
+def test_cub_archive_is_unpacked(load, cub_dir: Path, tmp_path: Path, monkeypatch) -> None:
     home = tmp_path / "elsewhere"
     home.mkdir()
-    with tarfile.open(home / "CUB_200_2011.tgz", "w:gz") as archive:
-        archive.add(cub_dir / "CUB_200_2011", arcname="CUB_200_2011")
+    archive = pack(home / "CUB_200_2011.tgz", cub_dir / "CUB_200_2011")
+    with pytest.raises(DataMissingError, match=r"CUB_200_2011\.tgz is not what was published"):
+        load("cub200", home, classes_per_task=2)
+    assert sorted(path.name for path in home.iterdir()) == [".cub200.lock", "CUB_200_2011.tgz"]
+    monkeypatch.setattr("confitune.tasks.datasets.cub200.MD5", md5(archive))
     assert len(load("cub200", home, classes_per_task=2)) == 2
     assert sorted(path.name for path in home.iterdir()) == [".cub200.lock", "CUB_200_2011", "CUB_200_2011.tgz"]
+
+
+def pack(archive: Path, folder: Path) -> Path:
+    with tarfile.open(archive, "w:gz") as packed:
+        packed.add(folder, arcname=folder.name)
+    return archive
+
+
+def md5(path: Path) -> str:
+    return hashlib.md5(path.read_bytes()).hexdigest()
 
 
 def test_cub_with_incomplete_tables(load, cub_dir: Path) -> None:
@@ -179,23 +197,71 @@ def test_missing_data_and_failing_downloads_are_explained(load, tmp_path: Path, 
     def offline(*_: object, **__: object) -> None:
         raise OSError("Name or service not known")
 
-    dataset = {"cifar100": "CIFAR100", "caltech101": "Caltech101", "flowers102": "Flowers102"}[name]
-    monkeypatch.setattr(f"confitune.tasks.datasets.{name}.{dataset}", offline)
+    monkeypatch.setattr("confitune.tasks.datasets.fetch.download_url", offline)
     with pytest.raises(DataMissingError, match=r"fetching it failed: Name or service not known\. To get it"):
         load(name, tmp_path / "nowhere", download=True)
 
 
-def test_downloaded_data_is_used(load, flowers_dir: Path, tmp_path: Path, monkeypatch) -> None:
-    def fetch(root: Path, download: bool) -> None:
-        assert download
-        (flowers_dir / "flowers-102").rename(root / "flowers-102")
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch):
+    """Makes files that can be downloaded; gives those that were."""
+    (tmp_path / "remote").mkdir()
+    asked: list[str] = []
 
-    fetch.classes = [str(i) for i in range(102)]
-    monkeypatch.setattr("confitune.tasks.datasets.flowers102.Flowers102", fetch)
+    def download(url: str, root: Path, name: str, expected: str) -> None:
+        asked.append(url)
+        shutil.copy(tmp_path / "remote" / name, Path(root) / name)
+
+    monkeypatch.setattr("confitune.tasks.datasets.fetch.download_url", download)
+    return tmp_path / "remote", asked
+
+
+def publish(monkeypatch, place: str, file: Path) -> None:
+    """Let the program know the file's checksum as that of the published one."""
+    module, _, name = place.rpartition(".")
+    known = getattr(importlib.import_module(module), name)
+    assert known.name == file.name
+    monkeypatch.setattr(place, Remote(known.url, md5(file)))
+
+
+def test_flowers_are_downloaded(load, flowers_dir: Path, tmp_path: Path, remote, monkeypatch) -> None:
+    folder, asked = remote
+    archive = pack(folder / "102flowers.tgz", flowers_dir / "flowers-102/jpg")
+    shutil.copy(flowers_dir / "flowers-102/imagelabels.mat", folder)
+    new = tmp_path / "new/flowers-102"
+    with pytest.raises(DataMissingError, match=r"102flowers\.tgz is not what was published"):
+        load("flowers102", new, download=True)
+    publish(monkeypatch, "confitune.tasks.datasets.flowers102.IMAGES", archive)
+    asked.clear()
     # Given the dataset's own folder, which is not there yet, the download goes to that very place.
-    tasks = load("flowers102", tmp_path / "new/flowers-102", download=True, classes_per_task=3)
+    tasks = load("flowers102", new, download=True, classes_per_task=3)
     assert len(tasks) == 2
-    assert (tmp_path / "new/flowers-102/jpg").is_dir()
+    assert [url.rpartition("/")[2] for url in asked] == ["102flowers.tgz", "imagelabels.mat"]
+    assert sorted(path.name for path in new.iterdir()) == ["imagelabels.mat", "jpg"]
+    (new / "imagelabels.mat").unlink()
+    load("flowers102", new, download=True, classes_per_task=3)
+    assert asked[2:] == asked[1:2]  # only what was missing
+
+
+def test_cifar_is_downloaded(load, cifar_dir: Path, tmp_path: Path, remote, monkeypatch) -> None:
+    archive = pack(remote[0] / "cifar-100-python.tar.gz", cifar_dir / "cifar-100-python")
+    publish(monkeypatch, "confitune.tasks.datasets.cifar100.ARCHIVE", archive)
+    assert len(load("cifar100", tmp_path / "new", download=True)) == 2
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [".cifar100.lock", "cifar-100-python"]
+
+
+def test_caltech_is_downloaded_as_an_archive_of_archives(
+    load, caltech_dir: Path, tmp_path, remote, monkeypatch
+) -> None:
+    inner = pack(tmp_path / "101_ObjectCategories.tar.gz", caltech_dir / "caltech101/101_ObjectCategories")
+    with zipfile.ZipFile(remote[0] / "caltech-101.zip", "w") as packed:
+        packed.write(inner, f"caltech-101/{inner.name}")
+        packed.writestr("caltech-101/Annotations.tar", b"not needed")
+    publish(monkeypatch, "confitune.tasks.datasets.caltech101.ARCHIVE", remote[0] / "caltech-101.zip")
+    tasks = load("caltech101", tmp_path / "new", download=True, classes_per_task=2)
+    assert len(tasks) == 2
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [".caltech101.lock", "caltech101"]
+    assert [path.name for path in (tmp_path / "new/caltech101").iterdir()] == ["101_ObjectCategories"]
 
 
 def test_unreadable_image_is_named(load, flowers_dir: Path) -> None:

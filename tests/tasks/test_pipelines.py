@@ -1,11 +1,12 @@
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torchvision import transforms
 
-from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD
+from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, DataError
 from confitune.tasks.pipelines import Pipeline, byte_wrap_table
 
 CLEAN = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224)])
@@ -59,3 +60,18 @@ def test_boxes_are_cut_out_first_and_clipped_to_the_image() -> None:
     stored = Pipeline("published", use_box=True)(picture, box)
     assert (stored.reshape(3, -1).min(axis=1).tolist(), stored.max()) == ([0, 0, 255], 255)
     assert Pipeline()(picture, box)[0].max() == 255
+
+
+@pytest.mark.parametrize("size", [(101, 1), (1, 101), (2, 201)])
+def test_a_thin_image_is_refused_before_its_short_side_becomes_256(size: tuple[int, int], monkeypatch) -> None:
+    monkeypatch.setattr("torchvision.transforms.functional.resize", lambda *_: pytest.fail("it was resized"))
+    with pytest.raises(DataError, match=f"too thin: {size[0]} x {size[1]} pixels, more than 100 to 1; crop it"):
+        Pipeline()(Image.new("RGB", size))
+
+
+def test_a_thin_box_is_refused_and_a_hundred_to_one_is_not() -> None:
+    with pytest.raises(DataError, match="too thin: 1 x 150 pixels"):
+        Pipeline("published", use_box=True)(Image.new("RGB", (150, 150)), (3, 0, 4, 150))
+    with pytest.raises(DataError, match="too thin: 0 x 150 pixels"):
+        Pipeline("published", use_box=True)(Image.new("RGB", (150, 150)), (150, 0, 300, 150))
+    assert Pipeline()(Image.new("RGB", (100, 1))).shape == (3, 224, 224)

@@ -1,3 +1,4 @@
+import io
 import struct
 import zlib
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 from PIL import Image
 
 from confitune.tasks import UnreadableImageError, open_rgb
+from confitune.tasks.rgb import to_rgb
 
 
 def pixel(path: Path, at: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
@@ -80,3 +82,46 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
             open_rgb(tmp_path / name)
     with pytest.raises(UnreadableImageError, match=r"float\.tif.*which of them is white"):
         open_rgb(tmp_path / "float.tif")
+
+
+def progressive(scans_more: int) -> bytes:
+    """A JPEG whose last scan is repeated so many times."""
+    out = io.BytesIO()
+    Image.new("RGB", (64, 48), (10, 200, 90)).save(out, "JPEG", progressive=True)
+    data = out.getvalue()
+    last = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + last * scans_more + b"\xff\xd9"
+
+
+def test_a_jpeg_of_endless_scans_is_refused_before_it_is_decoded(monkeypatch) -> None:
+    assert open_rgb(io.BytesIO(progressive(40))).size == (64, 48)
+    monkeypatch.setattr("PIL.JpegImagePlugin.JpegImageFile.load", lambda self: pytest.fail("it was decoded"))
+    with pytest.raises(UnreadableImageError, match=r"cat\.jpg: it is coded in 51 scans, more than 50; save it again"):
+        open_rgb(io.BytesIO(progressive(41)), name="cat.jpg")
+
+
+def test_what_follows_a_jpeg_or_is_its_thumbnail_counts_for_nothing() -> None:
+    exif = Image.Exif()
+    exif[0x010E] = b"\xff\xda" * 100  # as a thumbnail in it would
+    out = io.BytesIO()
+    Image.new("RGB", (64, 48)).save(out, "JPEG", exif=exif)
+    assert open_rgb(io.BytesIO(out.getvalue() + b"a film \xff\xda" * 100)).size == (64, 48)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "I;16", "I"])
+def test_strips_make_the_whole(mode: str) -> None:
+    """An image is converted strip by strip; each pixel comes out as it does alone."""
+    levels = np.arange(5 * 150).reshape(150, 5)
+    if mode.startswith("I"):
+        image = Image.fromarray((levels * 80).astype(np.uint16 if mode == "I;16" else np.int32))
+    elif mode == "P":
+        image = Image.fromarray((levels % 256).astype(np.uint8)).convert("P")
+        image.info["transparency"] = bytes(range(256))
+    else:
+        bands = [((levels * factor) % 256).astype(np.uint8) for factor in (3, 7, 11, 13)]
+        image = Image.fromarray(np.stack(bands[: len(mode)], -1), mode)
+    assert image.mode == mode
+    whole = to_rgb(image)
+    for y in (0, 63, 64, 65, 128, 149):
+        assert to_rgb(image.crop((2, y, 3, y + 1))).getpixel((0, 0)) == whole.getpixel((2, y))
+    assert len({whole.getpixel((2, y)) for y in range(150)}) > 50

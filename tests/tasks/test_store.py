@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from PIL import Image
 
 import confitune
-from confitune.tasks import StoreError, UnreadableImageError, store
+from confitune.tasks import StoreError, UnreadableImageError, damaged_stores, is_free, store, store_leftovers
 from confitune.tasks.pipelines import Pipeline
 from confitune.tasks.store import ImageFile, open_store
 
@@ -208,6 +209,9 @@ def progress(what, done, total):
     calls.append(what)
     if mode == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    while mode == "stay":
+        (base / "decoding").touch()
+        time.sleep(0.1)
     time.sleep(0.1)
 
 (base / f"ready-{me}").touch()
@@ -245,3 +249,29 @@ def test_a_killed_process_leaves_nothing_in_the_way(photos: Path, tmp_path: Path
     pixels = open_store("test", photos, files, Pipeline(), tmp_path / "cache")
     assert torch.equal(pixels[:COUNT], pixels[-COUNT:])
     assert not list((tmp_path / "cache").glob("*.partial"))
+
+
+def test_who_waits_says_so_and_goes_on_when_the_other_is_killed(photos: Path, tmp_path: Path) -> None:
+    child = start(tmp_path, "a", "stay")
+    while not (tmp_path / "decoding").exists():
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.01)
+    lock = only(tmp_path / "cache", "*.lock")
+    assert not is_free(lock)
+    assert damaged_stores(tmp_path / "cache") == store_leftovers(tmp_path / "cache") == []  # it is at work
+    said: list[str] = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        said.append(what)
+        if what.startswith("waiting"):
+            child.kill()
+
+    files = [ImageFile(path.name) for path in sorted(photos.iterdir())] * 60
+    pixels = open_store("test", photos, files, Pipeline(), tmp_path / "cache", progress)
+    assert child.wait() == -9
+    assert said[0] == "waiting for another process to decode test"
+    assert set(said[1:]) == {"decoding test"}
+    assert len(pixels) == len(files)
+    assert lock.exists()  # the file stays, but says nothing: the lock went with its process
+    assert is_free(lock)
+    assert store_leftovers(tmp_path / "cache") == []

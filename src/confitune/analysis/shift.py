@@ -144,7 +144,7 @@ class _Means:
                 described = file.metadata() or {}
                 layers = json.loads(described["layers"])
                 true, running = ({n: file.get_tensor(f"{kind}/{n}") for n in layers} for kind in ("true", "running"))
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
             raise ConfituneError(f"{path} cannot be read ({error}): start this run anew for this analysis") from error
         if described.get("task") != task:
             raise ConfituneError(

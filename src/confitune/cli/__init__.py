@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 from rich.console import Console
@@ -18,7 +19,20 @@ def main() -> None:
         app()
     except SaidElsewhereError:  # by another process of this run
         sys.exit(2)
-    except (ConfituneError, OSError) as error:  # a full disk, a folder that may not be written
-        message = escape(str(error))  # paths may hold brackets
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {message}", highlight=False, soft_wrap=True)
+    except (ConfituneError, OSError) as error:
+        message = str(error) if isinstance(error, ConfituneError) else _in_words(error)
+        shown = escape(message)  # paths may hold brackets
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {shown}", highlight=False, soft_wrap=True)
         sys.exit(2)
+
+
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space, or choose a folder on another disk"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "choose a folder that you may read and write"),
+}
+
+
+def _in_words(error: OSError) -> str:
+    """What the operating system refused, and what to do about it where that is known."""
+    what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    return "; ".join(filter(None, [what, _REMEDIES.get(error.errno or 0)]))

@@ -44,7 +44,7 @@ class DamagedError(BundleError):
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class StoredFile(_Record):
@@ -109,7 +109,7 @@ class Network(_Record):
     means: Literal["window", "phase"]
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
-    size: int = Field(ge=1, le=4096)
+    size: int = Field(ge=1, le=224, description="in pixels: images are cut to 224 square ones first")
     weights: str = Field(description="what it was pre-trained with")
     weights_sha256: Sha256
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from confitune.deploy.format import BundleError
 from confitune.nn import ContinualNet
-from confitune.tasks import Images, Preprocess, UnreadableImageError, open_rgb
+from confitune.tasks import CROP, Images, Preprocess, UnreadableImageError, open_rgb
 
 _BATCH = 64  # images decoded and tested at once
-_PIXELS = 4096 * 4096  # of one image: it was cut to 224 x 224 when it was kept
+_PIXELS = CROP * CROP  # of one image: it was cut when it was kept
 
 
 def keep_some(images: Images, most: int, seed: int = 0) -> dict[str, Tensor]:
@@ -59,10 +59,12 @@ def decode_kept(kept: Mapping[str, Tensor], task: str) -> list[Tensor]:
     try:
         files = kept["png"].numpy().tobytes()
         ends = kept["ends"].tolist()
+        if len(ends) != len(kept["labels"]):
+            raise BundleError(f"{len(ends)} images and {len(kept['labels'])} labels")
         found = [files[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         images = [open_rgb(io.BytesIO(file), most_pixels=_PIXELS) for file in found]
-        if len(images) != len(kept["labels"]):
-            raise BundleError(f"{len(images)} images and {len(kept['labels'])} labels")
-    except (KeyError, UnreadableImageError, BundleError) as error:
+        if any(image.size != images[0].size for image in images):
+            raise BundleError("they are not all of one size")
+    except (KeyError, TypeError, UnreadableImageError, BundleError) as error:
         raise BundleError(f"the held-out images of task {task!r} are damaged: {error}") from error
     return [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]

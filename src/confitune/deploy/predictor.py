@@ -21,7 +21,6 @@ from confitune.nn import ContinualNet
 from confitune.tasks import DataError, Pipeline, Preprocess, UnreadableImageError, open_rgb
 
 MOST_PIXELS = 50_000_000  # of an image to predict: 7,000 pixels square
-MOST_STRETCHED = 100  # long side to short side: the short side becomes 256 pixels, the long one in proportion
 READY = 256  # tasks kept in memory
 MOST_GUESSED = 1000  # tasks that a guess may be among: each takes a forward pass
 UNKNOWN_ABOVE = 2.0  # deviations: a few in a hundred of a task's own images are above it
@@ -104,11 +103,9 @@ class Predictor:
         file: Path | IO[bytes] = source if isinstance(source, Path) else io.BytesIO(source)
         name = str(source) if isinstance(source, Path) else name
         image = open_rgb(file, name=name, most_pixels=MOST_PIXELS)
-        if max(image.size) > MOST_STRETCHED * min(image.size):
-            raise UnreadableImageError(f"the image {name} is too thin: {image.width} x {image.height} pixels")
         try:
             return torch.from_numpy(self._pipeline(image))
-        except Exception as error:  # e.g. one pixel wide
+        except Exception as error:  # e.g. too thin
             raise UnreadableImageError(f"cannot resize and crop the image {name}: {error}") from error
 
     @torch.no_grad()

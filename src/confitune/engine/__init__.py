@@ -8,7 +8,7 @@ from confitune.engine.feed import batches, place
 from confitune.engine.logs import CsvLog, TensorBoardLog
 from confitune.engine.parallel import Turns
 from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
-from confitune.engine.result import RunResult, command_line, versions
+from confitune.engine.result import RunResult, TaskEntry, command_line, has_checksum, versions
 from confitune.engine.run import SequenceRun, network_sha256
 from confitune.engine.settings import TrainOptions, TrainSettings
 from confitune.engine.training import DivergedError, TaskFit, fit, steps_of
@@ -25,6 +25,7 @@ __all__ = [
     "LiveProgress",
     "RunResult",
     "SequenceRun",
+    "TaskEntry",
     "TaskFit",
     "TensorBoardLog",
     "TrainOptions",
@@ -35,6 +36,7 @@ __all__ = [
     "decoding_bar",
     "evaluate",
     "fit",
+    "has_checksum",
     "library_switches",
     "network_sha256",
     "place",

@@ -5,15 +5,14 @@ The one before stays beside the newest, for the case that the newest is damaged.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
-import torch
-
+from confitune.engine.checkpoint_data import data_of, values_of
 from confitune.errors import ConfituneError
 from confitune.files import DamagedFileError, read_sealed, write_sealed
 
@@ -36,11 +35,10 @@ class Checkpoint:
 
     def save(self, folder: Path) -> None:
         """Make this the folder's newest checkpoint; at any moment a whole one is there."""
-        data = io.BytesIO()
-        torch.save(vars(self), data)
+        data = data_of(vars(self))
         if (folder / CHECKPOINT).exists():
             os.replace(folder / CHECKPOINT, folder / BEFORE)
-        write_sealed(folder / CHECKPOINT, data.getvalue())
+        write_sealed(folder / CHECKPOINT, data)
 
     @classmethod
     def load(
@@ -55,12 +53,13 @@ class Checkpoint:
         damaged: list[str] = []
         for path in there:
             try:
-                checkpoint = cls(**torch.load(io.BytesIO(read_sealed(path)), map_location="cpu", weights_only=True))
+                checkpoint = _checked(cls(**values_of(read_sealed(path))))
             except DamagedFileError as error:
                 damaged.append(str(error))
                 continue
             except Exception as error:  # whole, but no checkpoint of this version
-                raise ConfituneError(f"{path} cannot be read ({error}); delete it to start this run anew") from error
+                shown = str(error)[:300]
+                raise ConfituneError(f"{path} cannot be read ({shown}); delete it to start this run anew") from error
             require_same_config(checkpoint.config, config, path)
             if damaged:
                 note(f"{damaged[0]}; going on from {path.name} instead")
@@ -70,9 +69,44 @@ class Checkpoint:
         return None
 
 
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "config": dict,
+    "task": int,
+    "net": dict,
+    "fit": (dict, type(None)),
+    "penalties": list,
+    "matrix": list,
+    "seconds": (int, float),
+    "train_seconds": (int, float),
+    "images": int,
+}
+
+
+def _checked(checkpoint: Checkpoint) -> Checkpoint:
+    wrong = [name for name, kind in _KINDS.items() if not isinstance(getattr(checkpoint, name), kind)]
+    if wrong or not all(isinstance(key, str) for key in checkpoint.config):
+        raise TypeError(f"its {' and '.join(wrong or ['config'])} are not what a run writes")
+    return checkpoint
+
+
 def require_same_config(found: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
     """Refuse to mix runs of different configurations in one folder."""
-    differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+    differing = sorted(key for key in {*found, *wanted} if not _same(found.get(key), wanted.get(key)))
     if differing:
-        shown = "; ".join(f"{key} was {found.get(key)!r}, now {wanted.get(key)!r}" for key in differing)
+        shown = "; ".join(f"{key} was {_short(found.get(key))}, now {_short(wanted.get(key))}" for key in differing)
         raise ConfituneError(f"{path} was made with another configuration ({shown}); choose another --out folder")
+
+
+def _same(found: object, wanted: object) -> bool:
+    try:
+        return bool(found == wanted)
+    except (RuntimeError, RecursionError):  # tensors, or lists in lists without end: no configuration
+        return False
+
+
+def _short(value: object) -> str:
+    brief = Repr()
+    brief.maxstring = brief.maxother = brief.maxlong = 300
+    brief.maxdict = brief.maxlist = brief.maxtuple = 20
+    brief.maxlevel = 4
+    return brief.repr(value)

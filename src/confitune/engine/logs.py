@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from confitune.engine.events import EpochEnd, Listener
+from confitune.files import write_whole
 
 _EPOCH_COLUMNS = ("task", "task_name", "stage", "epoch", "loss", "accuracy", "lr", "seconds", "images")
 
@@ -80,13 +83,24 @@ class TensorBoardLog(Listener):
 
 
 def _append(path: Path, values: Sequence[object]) -> None:
-    with path.open("a", newline="") as file:
+    with path.open("a", newline="", encoding="utf-8") as file:
         csv.writer(file).writerow(values)
 
 
-def _keep(path: Path, columns: Sequence[str], keep) -> None:  # type: ignore[no-untyped-def]
-    rows = list(csv.DictReader(path.open(newline=""))) if path.exists() else []
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(row for row in rows if keep(row))
+def _keep(path: Path, columns: Sequence[str], keep: Callable[[dict[str, str]], bool]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    for row in _rows(path):
+        # A process that was killed may have left half a line.
+        with suppress(ValueError):
+            if set(row) == set(columns) and None not in row.values() and keep(row):
+                writer.writerow(row)
+    write_whole(path, lambda file: file.write(text.getvalue().encode()))
+
+
+def _rows(path: Path) -> Iterator[dict[str, str]]:
+    """The lines of a log, up to one that is no CSV."""
+    if path.exists():
+        with path.open(newline="", encoding="utf-8", errors="replace") as file, suppress(csv.Error):
+            yield from csv.DictReader(line.replace("\0", "") for line in file)

@@ -2,39 +2,72 @@
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from typing_extensions import Self, TypedDict
 
 from confitune import metrics
 from confitune.errors import ConfituneError
-from confitune.files import write_whole
+from confitune.files import DamagedFileError, checksum_of, write_whole
 
 _PACKAGES = ("torch", "torchvision", "timm", "numpy", "scikit-learn", "scikit-image", "Pillow")
+_CHECKSUM = "checksum"  # of everything else in the file
+
+Percent = Annotated[float, Field(ge=-1e-3, le=100 + 1e-3)]  # as `metrics` has it: a mean may be rounded up
+Points = Annotated[float, Field(ge=-100 - 1e-3, le=100 + 1e-3)]  # a difference of percentages
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class TaskEntry(TypedDict):
+    """One task of a run."""
+
+    name: str
+    classes: list[str]
+    train_images: Count
+    test_images: Count
+    norm_numbers: Count
+    head_numbers: Count
+
+
+class _Shown(TypedDict, total=False):
+    """What reports say of a run's configuration; whatever else determines its result is compared and no more."""
+
+    model: str
+    pipeline: str
+    held_out: Annotated[float, Field(gt=0, lt=1)] | None
+    means: str | None
+    statistics: str | None
+    precision: str
+    options: dict[str, dict[str, Any]]
+
+
+_SHOWN = TypeAdapter(_Shown)
 
 
 class RunResult(BaseModel):
     """One run: one method on one sequence of tasks with one seed. Accuracies are in percent."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     dataset: str
     method: str
-    seed: int
-    acc: float
-    fgt: float | None  # not defined for joint training
-    learning_acc: float | None
-    bwt: float | None
-    accuracy_matrix: list[list[float | None]]  # [i][j]: task i after training task j
-    tasks: list[dict[str, Any]]  # name, classes, train and test images, numbers stored
+    seed: Count
+    acc: Percent
+    fgt: Points | None  # not defined for joint training
+    learning_acc: Percent | None
+    bwt: Points | None
+    accuracy_matrix: list[list[Percent | None]] = Field(min_length=1)  # [i][j]: task i after training task j
+    tasks: list[TaskEntry] = Field(min_length=1)  # joint training has one, of all classes
     config: dict[str, Any]
     versions: dict[str, str]
     device: str
@@ -42,9 +75,21 @@ class RunResult(BaseModel):
     weights: str
     weights_sha256: str  # of the pre-trained backbone
     final_sha256: str  # of everything the network holds at the end
-    seconds: float
-    images_per_second: float  # while training
+    seconds: float = Field(ge=0)
+    images_per_second: float = Field(ge=0)  # while training
     command: str
+
+    @model_validator(mode="after")
+    def _require_what_the_matrix_gives(self) -> Self:
+        tasks = len(self.accuracy_matrix)
+        if any(len(row) != tasks for row in self.accuracy_matrix):
+            raise ValueError("the accuracy matrix must have a row and a column for each task")
+        if len(self.tasks) not in (1, tasks):
+            raise ValueError(f"{len(self.tasks)} tasks are described, {tasks} were measured")
+        for name, value in summary_of(self.matrix).items():
+            if name != "accuracy_matrix" and not _near(getattr(self, name), value):
+                raise ValueError(f"{name} is {getattr(self, name)}, its accuracy matrix gives {value}")
+        return self
 
     @property
     def matrix(self) -> np.ndarray:
@@ -52,16 +97,47 @@ class RunResult(BaseModel):
         return np.array([[math.nan if a is None else a for a in row] for row in self.accuracy_matrix])
 
     def save(self, path: Path) -> None:
-        """Write as JSON, whole or not at all."""
-        write_whole(path, lambda out: out.write(self.model_dump_json(indent=1).encode()))
+        """Write as JSON with a checksum, whole or not at all."""
+        values = self.model_dump(mode="json")
+        text = json.dumps({**values, _CHECKSUM: checksum_of(values)}, indent=1, ensure_ascii=False)
+        write_whole(path, lambda out: out.write(text.encode()))
 
     @classmethod
     def load(cls, path: Path) -> RunResult:
-        """Read a result, or say what is wrong with the file."""
+        """Read a result, or say what is wrong with the file.
+
+        What a file says must fit its checksum. Results that were written before there was one are taken without;
+        `has_checksum` tells them apart.
+        """
+        values, checksum = _read(path)
         try:
-            return cls.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise ConfituneError(f"{path} is not a result of this program: {error}") from error
+            if checksum not in (None, checksum_of(values)):
+                raise DamagedFileError(f"{path} is damaged: its checksum does not fit; restore it, or run it again")
+            result = cls.model_validate(values)
+            _SHOWN.validate_python(result.config)
+            return result
+        except (ValueError, RecursionError) as error:
+            raise _no_result(path, error) from error
+
+
+def has_checksum(path: Path) -> bool:
+    """Whether a result was written with a checksum; `RunResult.load` compares it."""
+    return _read(path)[1] is not None
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Any]:
+    """What the file says, and its checksum apart."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _no_result(path, error) from error
+    if not isinstance(values, dict):
+        raise _no_result(path, f"it holds {type(values).__name__}, not an object")
+    return values, values.pop(_CHECKSUM, None)
+
+
+def _no_result(path: Path, why: object) -> ConfituneError:
+    return ConfituneError(f"{path} is not a result of this program: {why}")
 
 
 def summary_of(matrix: np.ndarray) -> dict[str, Any]:
@@ -102,3 +178,9 @@ def command_line() -> str:
 
 def _or_none(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+def _near(said: float | None, measured: float | None) -> bool:
+    if said is None or measured is None:
+        return said is measured
+    return math.isclose(said, measured, abs_tol=1e-6)

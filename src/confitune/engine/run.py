@@ -6,6 +6,8 @@ import copy
 import hashlib
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from confitune.engine.feed import place
 from confitune.engine.result import RunResult, command_line, device_name, summary_of, versions
 from confitune.engine.settings import TrainSettings
 from confitune.engine.training import TaskFit
+from confitune.errors import ConfituneError
 from confitune.methods import Method, hierarchical
 from confitune.nn import ContinualNet, state_sha256
 from confitune.tasks import Task, TaskSequence
@@ -80,13 +83,29 @@ class SequenceRun:
         if checkpoint is None:
             return False
         self.net.to(self.device)
-        self.net.load_state_dict(checkpoint.net)
-        for penalty, state in zip(self.method.penalties, checkpoint.penalties, strict=True):
-            penalty.load_state_dict(state)
-        self.task, self._saved_fit = checkpoint.task, checkpoint.fit
-        self.matrix = np.array(checkpoint.matrix)
+        with self._taking_up():
+            self.net.load_state_dict(checkpoint.net)
+            for penalty, state in zip(self.method.penalties, checkpoint.penalties, strict=True):
+                penalty.load_state_dict(state)
+            matrix = np.array(checkpoint.matrix, dtype=np.float64)
+            if matrix.shape != self.matrix.shape or not 0 <= checkpoint.task <= len(self.sequence):
+                raise ValueError(f"it has {checkpoint.task} tasks done and accuracies {list(matrix.shape)}")
+        self.task, self._saved_fit, self.matrix = checkpoint.task, checkpoint.fit, matrix
         self.seconds, self.train_seconds, self.images = checkpoint.seconds, checkpoint.train_seconds, checkpoint.images
         return True
+
+    @contextmanager
+    def _taking_up(self) -> Iterator[None]:
+        """A checkpoint that fits its checksum and this configuration can still be another network's."""
+        try:
+            yield
+        except ConfituneError:
+            raise
+        except Exception as error:  # each part raises its own kinds
+            raise ConfituneError(
+                f"the checkpoint in {self.folder} does not fit this run ({type(error).__name__}: {str(error)[:300]}); "
+                "delete it to start this run anew"
+            ) from error
 
     def run(self) -> RunResult:
         """Learn what is left of the sequence."""
@@ -108,7 +127,10 @@ class SequenceRun:
             self.net.weights_moved()
         fit = TaskFit(self.net, task, self.method, self.settings, self.listener, index, self._executor)
         if self._saved_fit is not None:
-            fit.load_state_dict(self._saved_fit)
+            with self._taking_up():
+                fit.load_state_dict(self._saved_fit)
+                if not 0 <= fit.epoch <= self.settings.epochs:
+                    raise ValueError(f"{fit.epoch} epochs are done, of {self.settings.epochs}")
             self._saved_fit = None
         self.listener.task_started(index, task.name, fit.epoch)
         fit.run(after_epoch=lambda: self._after_epoch(fit))

@@ -15,7 +15,7 @@ from confitune.errors import ConfituneError
 class TrainOptions(BaseModel):
     """How a step is made, whatever the dataset: what a recipe and `TrainSettings` have in common."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     lr: float = Field(0.01, gt=0, description="learning rate (paper: 0.01)")
     optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="made anew for each task (paper: sgd)")

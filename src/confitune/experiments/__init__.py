@@ -7,7 +7,8 @@ from confitune.experiments.method_tables import method_page, methods_table
 from confitune.experiments.methods import MethodReport, OptionReport, report_method, report_methods
 from confitune.experiments.models import ModelReport, matching_models, report_model
 from confitune.experiments.place import Place, open_place
-from confitune.experiments.recipe import Recipe, make_recipe, merge_options, read_recipe
+from confitune.experiments.recipe import Recipe, make_recipe, merge_options
+from confitune.experiments.recipe_file import read_recipe
 from confitune.experiments.report import write_report
 from confitune.experiments.reproduce import Scope, read_scope, reproduce
 from confitune.experiments.runner import run_recipe

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from confitune.deploy import Bundle, BundleError
 from confitune.deploy.held_out import decode_kept
-from confitune.engine import BEFORE, CHECKPOINT, RunResult
+from confitune.engine import BEFORE, CHECKPOINT, RunResult, has_checksum
 from confitune.errors import ConfituneError
-from confitune.experiments.job import RESULT
+from confitune.experiments.job import LOCK, RESULT
 from confitune.files import DamagedFileError, read_sealed
-from confitune.tasks import damaged_stores
+from confitune.tasks import damaged_stores, is_free, store_leftovers, stores_in
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def examine(folder: Path, repair: bool = False) -> Examination:
     runs = sorted({path.parent for name in (RESULT, CHECKPOINT, BEFORE) for path in folder.rglob(name)})
     if runs:
         return _examine_runs(folder, runs, repair)
-    if any(folder.glob("*.u8")):
+    if stores_in(folder) or store_leftovers(folder):
         return _examine_store(folder, repair)
     raise ConfituneError(f"{folder} holds no bundle, no runs and no decoded images")
 
@@ -103,23 +103,30 @@ def _examine_bundle(folder: Path, repair: bool) -> Examination:
 def _examine_runs(folder: Path, runs: list[Path], repair: bool) -> Examination:
     found = Examination("runs")
     for run in runs:
-        state = "finished" if (run / RESULT).exists() else "broken off"
+        busy = not is_free(run / LOCK)
+        state = "another process is working on it" if busy else _state(run)
         found.contents.append(f"{run.relative_to(folder)}: {state}")
-        for finding, mend in _run_problems(run):
+        for finding, source, target in () if busy else _run_problems(run):
             found.findings.append(finding)
-            if repair and mend is not None:
-                source, target = mend
-                if target is None:
-                    source.unlink()
-                else:
-                    os.replace(source, target)
+            if repair and target is None:
+                source.unlink()
+            elif repair and target is not None:
+                os.replace(source, target)
     return found
 
 
-Mend = tuple[Path, Path | None]  # rename the first to the second, or delete it
+def _state(run: Path) -> str:
+    if not (run / RESULT).exists():
+        return "broken off"
+    try:
+        checked = "with a checksum" if has_checksum(run / RESULT) else "without a checksum, as results once were"
+    except ConfituneError:
+        checked = "unreadable"
+    return f"finished, {checked}"
 
 
-def _run_problems(run: Path) -> Iterator[tuple[Finding, Mend | None]]:
+def _run_problems(run: Path) -> Iterator[tuple[Finding, Path, Path | None]]:
+    """What is wrong, and the file that is to be renamed to another for that, or deleted."""
     newest, before, result = run / CHECKPOINT, run / BEFORE, run / RESULT
     whole = {path: _sealed(path) for path in (newest, before) if path.exists()}
     if result.exists():
@@ -128,18 +135,19 @@ def _run_problems(run: Path) -> Iterator[tuple[Finding, Mend | None]]:
         except ConfituneError as error:
             aside = result.with_name(f"{RESULT}.damaged")
             again = "the same command with --resume makes it again"
-            yield Finding(_first_line(error), f"put aside as {aside.name}; {again}"), (result, aside)
+            yield Finding(_first_line(error), f"put aside as {aside.name}; {again}"), result, aside
     if whole.get(newest) is False and whole.get(before):
-        yield Finding(f"{newest} is damaged", f"replaced by {BEFORE}, which is whole"), (before, newest)
+        yield Finding(f"{newest} is damaged", f"replaced by {BEFORE}, which is whole"), before, newest
     elif whole.get(newest) is False:
         yield (
             Finding(f"{newest} is damaged, and none before it is whole", "deleted: the run starts anew"),
-            (newest, None),
+            newest,
+            None,
         )
     if whole.get(before) is False:
-        yield Finding(f"{before} is damaged", "deleted"), (before, None)
+        yield Finding(f"{before} is damaged", "deleted"), before, None
     for partial in sorted(run.glob("*.partial")):
-        yield Finding(f"{partial} is left from a file that was not finished", "deleted"), (partial, None)
+        yield Finding(f"{partial} is left from a file that was not finished", "deleted"), partial, None
 
 
 def _sealed(path: Path) -> bool:
@@ -152,9 +160,14 @@ def _sealed(path: Path) -> bool:
 
 def _examine_store(folder: Path, repair: bool) -> Examination:
     found = Examination("image store")
-    found.contents += [f"{path.name}: {path.stat().st_size / 1e6:,.0f} MB" for path in sorted(folder.glob("*.u8"))]
+    found.contents += [f"{path.name}: {path.stat().st_size / 1e6:,.0f} MB" for path in stores_in(folder)]
     for path in damaged_stores(folder):
         found.findings.append(Finding(f"{path} is damaged", "deleted; its images are decoded again when needed"))
+        if repair:
+            path.with_suffix(".json").unlink(missing_ok=True)  # first: it says that the pixels are complete
+            path.unlink()
+    for path in store_leftovers(folder):
+        found.findings.append(Finding(f"{path} is left from images that were not decoded to the end", "deleted"))
         if repair:
             path.unlink()
     return found

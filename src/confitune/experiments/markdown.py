@@ -31,7 +31,9 @@ def _table(dataset: str, methods: dict[str, dict[str, Any]]) -> str:
         details.append(f"{config['pipeline']} pipeline")
     if config.get("held_out"):
         details.append(f"tested on {config['held_out']:.0%} of the training images")
-    forms = sorted({f"{c['means']} means, {c['statistics']} statistics" for c in _xconv_configs(methods)})
+    forms = sorted(
+        {f"{c['means']} means, {c.get('statistics', 'running')} statistics" for c in _xconv_configs(methods)}
+    )
     details += [*forms, f"{seeds} seed{'s' if seeds > 1 else ''}", f"on {first['device']}"]
     lines = [f"**{dataset}**, {', '.join(details)}", ""]
     lines.append("| method | " + " | ".join(title for _, title in _COLUMNS) + " | numbers a task |")

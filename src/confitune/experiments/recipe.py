@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError, field_validator
 
 from confitune.engine import TrainOptions, TrainSettings
 from confitune.errors import ConfituneError
 from confitune.experiments.paper import chosen_options
+from confitune.experiments.recipe_file import parse_yaml
 from confitune.methods import METHODS, PENALTIES, Method, create_method
 from confitune.tasks import Progress, TaskSequence, dataset_info, load_tasks
 
@@ -28,13 +29,15 @@ class Recipe(TrainOptions):
     weights: str | None = Field(None, description="a .safetensors or .pth file, or 'none'; default: the published ones")
     data_dir: Path | None = Field(None, description="folder that holds the datasets")
     cache_dir: Path | None = Field(None, description="folder for decoded images")
-    order_seed: int = Field(0, ge=0, description="of the order of classes, and so of what makes a task (paper: 0)")
+    order_seed: int = Field(
+        0, ge=0, lt=2**63, description="of the order of classes, and so of what makes a task (paper: 0)"
+    )
     tasks: int | None = Field(None, ge=1, description="only the first so many tasks")
     classes_per_task: int | None = Field(None, ge=2, description="default: the dataset's")
     held_out: float | None = Field(
         None, gt=0, lt=1, description="test on this share of the training images instead, to choose options by"
     )
-    seeds: int = Field(1, ge=1, description="how many runs of each method, with seeds 0, 1, ...")
+    seeds: int = Field(1, ge=1, le=10_000, description="how many runs of each method, with seeds 0, 1, ...")
     pipeline: Literal["clean", "published"] = Field("clean", description="'published': what the paper's code fed")
     means: Literal["window", "phase"] = Field("window", description="input means of Xconv BN (the paper's: phase)")
     statistics: Literal["running", "pass"] = Field(
@@ -55,6 +58,16 @@ class Recipe(TrainOptions):
     def _one_method(cls, value: Any) -> Any:
         """`methods: confit` means a list of one."""
         return [value] if isinstance(value, str) else value
+
+    @field_validator("dataset", "model", "weights", "device", "data_dir", "cache_dir")
+    @classmethod
+    def _readable(cls, value: Any) -> Any:
+        """What no file can be called is said here, not where it would be opened."""
+        if value is not None:
+            os.fsencode(str(value))
+            if "\0" in str(value):
+                raise ValueError("it has a character of code 0, which no name has")
+        return value
 
     def method(self, name: str) -> Method:
         """A method with this recipe's options; where it has none, with the paper's for the dataset."""
@@ -146,6 +159,8 @@ def merge_options(options: dict[str, dict[str, Any]], given: Sequence[str]) -> d
     >>> merge_options({"ewc": {"fisher": "exact"}}, ["ewc.strength=3e3"])
     {'ewc': {'fisher': 'exact', 'strength': 3000.0}}
     """
+    if not isinstance(options, dict) or not all(isinstance(values, dict) for values in options.values()):
+        raise ConfituneError("the recipe's options must be by part, e.g. {ewc: {strength: 3000}}")
     merged = {part: dict(values) for part, values in options.items()}
     for text in given:
         place, equals, value = text.partition("=")
@@ -160,24 +175,11 @@ def _number_or_text(text: str) -> Any:
     try:
         return float(text)  # YAML reads 3e3 as text
     except ValueError:
-        return yaml.safe_load(text)
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    """The values in a recipe file."""
-    try:
-        values = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfituneError(f"no recipe {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfituneError(f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfituneError(f"{path} must hold options by name, e.g. 'dataset: photos'")
-    return values
+        return parse_yaml(text, f"the value {text[:100]!r}")
 
 
 def _explained(problem: Any, source: str) -> str:
-    name = ".".join(map(str, problem["loc"]))
+    name, given = ".".join(map(str, problem["loc"]))[:100], repr(problem["input"])[:200]
     if problem["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, Recipe.model_fields, 1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(Recipe.model_fields)}"
@@ -188,5 +190,5 @@ def _explained(problem: Any, source: str) -> str:
             str(problem["input"]), allowed.replace("'", "").replace(" or ", ", ").split(", "), 1
         )
         hint = f"did you mean {near[0]!r}? " if near else ""
-        return f"{source}: {name}={problem['input']!r} is not known: {hint}There are {allowed}."
-    return f"{source}: {name}={problem['input']!r}: {problem['msg']}"
+        return f"{source}: {name}={given} is not known: {hint}There are {allowed}."
+    return f"{source}: {name}={given}: {problem['msg']}"

@@ -14,6 +14,7 @@ from confitune.experiments.local import LocalPlace
 from confitune.experiments.place import Place
 from confitune.experiments.recipe import Recipe
 from confitune.experiments.summary import write_summary
+from confitune.files import require_writable
 from confitune.nn import require_batch_norm
 
 
@@ -79,7 +80,10 @@ def plan_recipe(
     if any(recipe.method(name).norm != "shared" for name in recipe.methods):
         require_batch_norm(backbone.module)  # now, not after the methods that do without have been trained
     found = {job.folder: _finished(job) for job in jobs}
-    return Plan(out, jobs, {folder: result for folder, result in found.items() if result is not None})
+    plan = Plan(out, jobs, {folder: result for folder, result in found.items() if result is not None})
+    if plan.left and place.writes:
+        require_writable(out)
+    return plan
 
 
 def finish_plan(plan: Plan, place: Place) -> list[RunResult]:

@@ -191,6 +191,8 @@ def _recorded_failure(recipe: Recipe, folder: Path) -> _Failure | None:
         problem = error.errors()[0]["msg"]
         raise ConfituneError(f"{path} cannot be read ({problem}); delete it to try this value again") from error
     seed = failure.config.get("seed", 0)
+    if not isinstance(seed, int):
+        raise ConfituneError(f"{path} cannot be read (its seed is {seed!r:.100}); delete it to try this value again")
     if seed >= recipe.seeds:  # not asked for this time
         return None
     wanted = recipe.identity(recipe.methods[0], seed, load_backbone(recipe).weights_sha256)

@@ -3,13 +3,13 @@
 from confitune.tasks.catalog import DATASETS, DatasetInfo, dataset_info
 from confitune.tasks.errors import DataError, DataMissingError, StoreError, UnreadableImageError
 from confitune.tasks.load import load_folder_task, load_tasks
-from confitune.tasks.lock import exclusive
+from confitune.tasks.lock import exclusive, is_free
 from confitune.tasks.pipelines import CROP, Pipeline
 from confitune.tasks.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from confitune.tasks.progress import Progress
 from confitune.tasks.rgb import is_image_name, open_rgb
 from confitune.tasks.sequence import TaskSequence
-from confitune.tasks.store import damaged_stores
+from confitune.tasks.store import damaged_stores, store_leftovers, stores_in
 from confitune.tasks.task import Images, Task
 
 __all__ = [
@@ -31,8 +31,11 @@ __all__ = [
     "damaged_stores",
     "dataset_info",
     "exclusive",
+    "is_free",
     "is_image_name",
     "load_folder_task",
     "load_tasks",
     "open_rgb",
+    "store_leftovers",
+    "stores_in",
 ]

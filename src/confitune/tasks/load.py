@@ -52,7 +52,7 @@ def load_tasks(
         tasks: only the first so many tasks.
         classes_per_task: default as in `DATASETS`; for a folder a fifth of its classes, or 2 if it has fewer than 10.
             Classes left over when cutting are not used; `TaskSequence.unused_classes` names them.
-        download: fetch a dataset that is not there, where torchvision can (all of the paper's but cub200).
+        download: fetch a dataset that is not there, where that is possible (all of the paper's but cub200).
         progress: called as progress(what, done, total) while images are decoded.
 
     Raises:

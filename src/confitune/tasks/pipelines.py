@@ -19,8 +19,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torchvision.transforms import functional
 
+from confitune.tasks.errors import DataError
+
 Box = tuple[int, int, int, int]
 RESIZE, CROP = 256, 224
+MOST_STRETCHED = 100  # long side to short side: the short side becomes 256 pixels, the long one in proportion
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,10 @@ class Pipeline:
 
 def resize_and_crop(image: Image.Image) -> Image.Image:
     """Short side to 256 pixels (bilinear; Pillow always antialiases), then the centre 224 x 224."""
+    if max(image.size) > MOST_STRETCHED * min(image.size):
+        raise DataError(
+            f"it is too thin: {image.width} x {image.height} pixels, more than {MOST_STRETCHED} to 1; crop it"
+        )
     return functional.center_crop(functional.resize(image, RESIZE), CROP)  # type: ignore[no-any-return]
 
 

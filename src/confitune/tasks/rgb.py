@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from confitune.tasks.errors import DataError, UnreadableImageError
 
-MOST_PIXELS = 178_956_970  # as Pillow, which only warns from half of it on: a photograph of 13,377 pixels square
+MOST_PIXELS = 80_000_000  # 8,900 pixels square; decoding takes up to 12 bytes each (a progressive JPEG for print)
+MOST_SCANS = 50  # of a JPEG, which usually has 10: each goes over all pixels again and may take two dozen bytes
+_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]", re.DOTALL)  # of a JPEG's part with a length, or of its end
+_STRIP = 64  # rows that are converted at once
+_TURNS: Mapping[object, Image.Transpose] = {  # by EXIF orientation
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # not all that Pillow knows: EPS is a program
 Image.init()  # Pillow looks for formats that are named only among those it has loaded
 IMAGE_ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -40,8 +54,12 @@ def open_rgb(source: Path | IO[bytes], *, name: str | None = None, most_pixels: 
                 raise DataError(
                     f"it has {image.width} x {image.height} pixels, more than {most_pixels / 1e6:,.0f} million"
                 )
+            if image.format in ("JPEG", "MPO"):
+                _require_few_scans(image)
             image.load()
-            return to_rgb(image)
+            way, rgb = _way_up(image), _in_colour(image)
+        del image  # else there would be three of them while it is turned
+        return _turned(rgb, way)
     except UnidentifiedImageError as error:  # its message names a Python object
         raise UnreadableImageError(f"cannot read the image {name}: it is no image, or of an unknown kind") from error
     except Exception as error:  # Pillow's decoders raise almost anything on broken input
@@ -54,14 +72,53 @@ def to_rgb(image: Image.Image) -> Image.Image:
     >>> to_rgb(Image.new("LA", (1, 1), (0, 0))).getpixel((0, 0))  # fully transparent
     (255, 255, 255)
     """
-    image = ImageOps.exif_transpose(image)
+    image.load()
+    return _turned(_in_colour(image), _way_up(image))
+
+
+def _require_few_scans(image: ImageFile.ImageFile) -> None:
+    """Refuse a JPEG of endless scans; a thumbnail inside it, and what telephones append to it, are not looked at."""
+    file = image.fp
+    assert file is not None  # nothing was decoded yet
+    place = file.tell()
+    file.seek(0)
+    data = file.read()
+    file.seek(place)
+    scans, start = 0, 2
+    while (marker := _MARKER.search(data, start)) and marker[0] != b"\xff\xd9":
+        scans += marker[0] == b"\xff\xda"
+        start = marker.end() + max(int.from_bytes(data[marker.end() : marker.end() + 2], "big"), 2)
+    if scans > MOST_SCANS:
+        raise DataError(f"it is coded in {scans} scans, more than {MOST_SCANS}; save it again")
+
+
+def _way_up(image: Image.Image) -> Image.Transpose | None:
+    return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+
+
+def _turned(image: Image.Image, way: Image.Transpose | None) -> Image.Image:
+    return image if way is None else image.transpose(way)
+
+
+def _in_colour(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         raise DataError("its values are floats, and nothing says which of them is white; save it with 8 or 16 bits")
-    if image.mode.startswith("I"):
-        # Pillow's own conversion clips at 255, which turns a 16-bit photograph white.
-        levels = np.clip(np.asarray(image), 0, 65535).astype(np.uint32)
-        image = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
-    if image.has_transparency_data:
-        layer = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
-    return image.convert("RGB")
+    deep = image.mode.startswith("I")
+    if not (deep or image.has_transparency_data):
+        return image.convert("RGB")
+    rgb = Image.new("RGB", image.size)
+    for top in range(0, image.height, _STRIP):  # a whole image of every step on the way would take a lot of memory
+        strip = image.crop((0, top, image.width, min(top + _STRIP, image.height)))
+        rgb.paste(_eight_bits(strip) if deep else _on_white(strip), (0, top))
+    return rgb
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    # Pillow's own conversion clips at 255, which turns a 16-bit photograph white.
+    levels = np.clip(np.asarray(image), 0, 65535).astype(np.uint32)
+    return Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8)).convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    layer = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")

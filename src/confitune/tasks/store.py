@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,13 +25,14 @@ from torch import Tensor
 
 from confitune.files import write_whole
 from confitune.tasks.errors import StoreError, UnreadableImageError
-from confitune.tasks.lock import exclusive
+from confitune.tasks.lock import exclusive, is_free
 from confitune.tasks.pipelines import CROP, Box, Pipeline
 from confitune.tasks.progress import Progress
 from confitune.tasks.rgb import open_rgb
 
 FORMAT = 1  # raise when the file's layout or the decoding changes, so that older stores are not read
 CHECKED_BYTES = 256 * 2**20
+_UNFINISHED = re.compile(r"(?P<store>.+-(clean|published)-[0-9a-f]{20})(\.[0-9a-f]{32}\.partial|\.json)")
 CHUNK = 128  # images decoded between two writes: enough to keep all cores busy, little memory
 
 
@@ -110,27 +112,43 @@ def _key(folder: Path, files: Sequence[ImageFile], pipeline: Pipeline) -> str:
 def _read(place: Path, shape: tuple[int, ...]) -> Tensor | None:
     """The store's images, or None where there is no complete and undamaged store."""
     pixels, size = _beside(place, ".u8"), math.prod(shape)
-    if not _whole(place, shape, checksum=size < CHECKED_BYTES):
+    if not _whole(pixels, shape, checksum=size < CHECKED_BYTES):
         return None
     return torch.from_file(str(pixels), shared=False, size=size, dtype=torch.uint8).view(shape)
 
 
+def stores_in(cache: Path) -> list[Path]:
+    """The stores in a folder, by the file of their pixels, whole or not."""
+    return sorted(cache.glob("*.u8"))
+
+
 def damaged_stores(cache: Path) -> list[Path]:
-    """Stores in `cache` that are not what was written; `open_store` would build them again."""
-    return [path for path in sorted(cache.glob("*.u8")) if not _whole(path.with_suffix(""))]
+    """Those that are not what was written; `open_store` would build them again."""
+    return [path for path in stores_in(cache) if is_free(path.with_suffix(".lock")) and not _whole(path)]
 
 
-def _whole(place: Path, shape: tuple[int, ...] | None = None, checksum: bool = True) -> bool:
+def store_leftovers(cache: Path) -> list[Path]:
+    """Files of stores that were not finished, whose process is gone: it would still hold the store's lock."""
+    found = [(path, _UNFINISHED.fullmatch(path.name)) for path in sorted(cache.iterdir())]
+    return [path for path, name in found if name and _is_left(path, cache / name["store"])]
+
+
+def _is_left(path: Path, place: Path) -> bool:
+    finished = path.suffix == ".json" and _beside(place, ".u8").exists()
+    return not finished and is_free(_beside(place, ".lock"))
+
+
+def _whole(pixels: Path, shape: tuple[int, ...] | None = None, checksum: bool = True) -> bool:
     """Whether a store is what its header says, of this shape where one is given."""
-    pixels = _beside(place, ".u8")
     try:
-        header = json.loads(_beside(place, ".json").read_text())
-        if shape is not None and header["shape"] != list(shape):
+        header = json.loads(pixels.with_suffix(".json").read_text())
+        found = header["shape"]
+        if found != list(shape) if shape is not None else not all(type(side) is int for side in found):
             return False
-        if pixels.stat().st_size != math.prod(header["shape"]):
+        if pixels.stat().st_size != math.prod(found):
             return False
         return not checksum or bool(_checksum(pixels) == header["blake2b"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

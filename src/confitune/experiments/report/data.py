@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confitune.engine import RunResult
+from confitune.engine import RunResult, TaskEntry
 from confitune.errors import ConfituneError
 from confitune.experiments.markdown import summary_markdown
 from confitune.experiments.summary import collect_results, shown, summarised
@@ -126,7 +126,7 @@ class DatasetRuns:
         return list(dict.fromkeys(result.command for method in self.methods for result in method.results))
 
     @property
-    def task_details(self) -> list[dict[str, Any]]:
+    def task_details(self) -> list[TaskEntry]:
         """Name, classes and images of each task, from a method that learned all of them if there is one."""
         return max((method.results[0].tasks for method in self.methods), key=len)
 

@@ -53,11 +53,7 @@ def matrix_table(method: MethodRuns) -> TextTable:
 def task_table(data: DatasetRuns) -> TextTable:
     """What was learned."""
     rows = [
-        [
-            str(task.get("name", "")),
-            ", ".join(map(str, task.get("classes", []))),
-            *(str(task.get(count, "-")) for count in ("train_images", "test_images")),
-        ]
+        [task["name"], ", ".join(task["classes"]), str(task["train_images"]), str(task["test_images"])]
         for task in data.task_details
     ]
     return TextTable("Tasks", ["task", "classes", "training images", "test images"], rows)

@@ -33,5 +33,6 @@ def write_report(folder: Path, out: Path | None = None, title: str | None = None
             data = text.encode(errors="replace")
             write_whole(path, lambda file, data=data: file.write(data))  # type: ignore[misc]
     except OSError as error:
-        raise ConfituneError(f"the report cannot be written to {out}: {error.strerror}") from error
+        why = f"{error.strerror}; choose another place with --out"
+        raise ConfituneError(f"the report cannot be written to {out}: {why}") from error
     return out, out.with_suffix(".md")

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from confitune.engine.result import command_line, versions
+from confitune.errors import ConfituneError
 from confitune.experiments.reproduce.compare import Cell, Claim, claims_markdown, table_markdown
 from confitune.files import write_whole
 
@@ -57,13 +58,22 @@ def write_index(out: Path) -> None:
         "|---|---|---|---|---|",
     ]
     for path in sorted(out.glob("*.json")):
-        record = json.loads(path.read_text())
-        if "what" not in record:
-            continue
-        verdicts = [cell["verdict"] for cell in record["cells"]]
-        claims = [claim["holds"] for claim in record["claims"] if claim["holds"] is not None]
-        counts = [verdicts.count(verdict) for verdict in ("inside", "higher", "lower")]
-        told = [str(count) if sum(counts) else "-" for count in counts]
-        held = f"{sum(claims)} of {len(claims)}" if claims else "-"
-        lines.append(f"| [{record['title']}]({record['what']}.md) | {' | '.join(told)} | {held} |")
+        try:
+            line = _index_line(json.loads(path.read_bytes()))
+            line.encode()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfituneError(f"{path} is damaged, or none of these pages: {error!r:.200}; remove it") from error
+        lines += filter(None, [line])
     write_whole(out / "index.md", lambda file: file.write(("\n".join(lines) + "\n").encode()))
+
+
+def _index_line(record: dict[str, Any]) -> str:
+    """A page's line; empty for other files."""
+    if "what" not in record:
+        return ""
+    verdicts = [cell["verdict"] for cell in record["cells"]]
+    claims = [bool(claim["holds"]) for claim in record["claims"] if claim["holds"] is not None]
+    counts = [verdicts.count(verdict) for verdict in ("inside", "higher", "lower")]
+    told = [str(count) if sum(counts) else "-" for count in counts]
+    held = f"{sum(claims)} of {len(claims)}" if claims else "-"
+    return f"| [{record['title']}]({record['what']}.md) | {' | '.join(told)} | {held} |"

@@ -11,7 +11,8 @@ from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.job import RESULT, run_folder
 from confitune.experiments.paper import reported, trained_with
-from confitune.experiments.recipe import Recipe, make_recipe, read_recipe
+from confitune.experiments.recipe import Recipe, make_recipe
+from confitune.experiments.recipe_file import read_recipe
 from confitune.tasks import dataset_info
 
 TABLE1 = tuple(reported("table1"))
@@ -50,12 +51,14 @@ class Scope:
             "dataset": dataset,
             "methods": list(methods),
             "model": "resnet18.tv_in1k" if info.from_paper else "tf_efficientnet_lite0",
-            "pipeline": self.pipeline if self.pipeline in info.pipelines else "clean",
+            "pipeline": "clean"
+            if self.pipeline == "published" and "published" not in info.pipelines
+            else self.pipeline,
             "means": "phase",
             "statistics": "running",
-            "seeds": self.seeds or 5,
+            "seeds": 5 if self.seeds is None else self.seeds,
         }
-        asked = {*self.given, *(["seeds"] if self.seeds else [])}
+        asked = {*self.given, *(["seeds"] if self.seeds is not None else [])}
         quick = {name: value for name, value in QUICK.items() if name not in asked} if self.quick else {}
         return make_recipe({**paper, **self.given, **values, **quick, "methods": list(methods)})
 
@@ -83,15 +86,14 @@ def read_scope(given: Mapping[str, Any]) -> tuple[Scope, list[str]]:
             whats.append(what)
             continue
         read = read_recipe(Path(what))
-        names = read.pop("what", [])
-        whats += [names] if isinstance(names, str) else list(names)
+        whats += _listed("what", read.pop("what", None))
         values |= {name: value for name, value in read.items() if not (given.get("quick") and name in QUICK)}
     values |= {name: value for name, value in given.items() if value is not None and name not in _NOT_FOR_RECIPES}
     defaults = Scope(Path(given["out"]))
     scope = Scope(
         out=Path(given["out"]),
-        datasets=_listed(values.pop("datasets", None)) or defaults.datasets,
-        methods=_listed(values.pop("methods", None)) or None,
+        datasets=_listed("datasets", values.pop("datasets", None)) or defaults.datasets,
+        methods=_listed("methods", values.pop("methods", None)) or None,
         seeds=values.pop("seeds", None),
         pipeline=values.pop("pipeline", defaults.pipeline),
         quick=bool(given.get("quick")),
@@ -103,8 +105,10 @@ def read_scope(given: Mapping[str, Any]) -> tuple[Scope, list[str]]:
 _NOT_FOR_RECIPES = ("what", "quick", "out")
 
 
-def _listed(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else list(value or [])
+def _listed(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value or []
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ConfituneError(f"{name} must be names, with commas or as a list: got {repr(value)[:200]}")
     return tuple(name for text in texts for name in text.split(",") if name)
 
 

@@ -18,6 +18,7 @@ from confitune.experiments.reproduce.plan import ABLATION, Part, Scope, parts_of
 from confitune.experiments.reproduce.watch import watch_moments
 from confitune.experiments.reproduce.writers import WRITERS
 from confitune.experiments.runner import finish_plan, plan_recipe
+from confitune.files import require_writable
 
 WHATS = tuple(WRITERS)
 
@@ -36,6 +37,7 @@ def reproduce(whats: Sequence[str], scope: Scope, *, place: Place | None = None)
         raise ConfituneError(f"nothing to reproduce called {', '.join(unknown)}: there are {', '.join(WHATS)} and all")
     wanted = WHATS if "all" in whats else tuple(dict.fromkeys(whats))
     parts = {what: parts_of(what, scope) for what in wanted}
+    require_writable(scope.out)
     watched = _places(parts_of("shift", scope)) if scope.chosen(ABLATION) else set()
     failures = _run_missing([part for needed in parts.values() for part in needed], watched, place)
     outcomes = []

@@ -7,10 +7,12 @@ one that is left over when they are cut into tasks of ten is dropped afterwards.
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
-from torchvision.datasets import Caltech101
 
+from confitune.tasks.datasets.archive import unpack
+from confitune.tasks.datasets.fetch import Remote, fetch_folder
 from confitune.tasks.datasets.image_set import ImageSet
 from confitune.tasks.datasets.locate import locate
 from confitune.tasks.errors import DataError
@@ -18,16 +20,22 @@ from confitune.tasks.rgb import is_image_name
 from confitune.tasks.splits import stratified_split
 from confitune.tasks.store import ImageFile
 
-CATEGORIES = "101_ObjectCategories"
+FOLDER, CATEGORIES = "caltech101", "101_ObjectCategories"
+ARCHIVE = Remote(
+    "https://data.caltech.edu/records/mzrjq-6wc02/files/caltech-101.zip", "3138e1922a9193bfa496528edbbc45d0"
+)
 
 
 def read_caltech101(data_dir: Path, download: bool) -> ImageSet:
     """All images, category by category in sorted order, each category's files sorted."""
 
     def fetch(root: Path) -> None:
-        Caltech101(root, download=True)
+        (root / FOLDER).mkdir(exist_ok=True)
+        with TemporaryDirectory(prefix=f".{FOLDER}-", dir=root) as scratch:  # an archive of archives
+            fetch_folder(ARCHIVE, Path(scratch) / "caltech-101")
+            unpack(Path(scratch) / f"caltech-101/{CATEGORIES}.tar.gz", root / FOLDER / CATEGORIES)
 
-    folder = locate("caltech101", data_dir, "caltech101", [CATEGORIES], fetch if download else None)
+    folder = locate("caltech101", data_dir, FOLDER, [CATEGORIES], fetch if download else None)
     if (folder / "caltech-101").exists():  # torchvision removes it when everything has been unpacked
         raise DataError(f"{folder} was not unpacked to the end; remove it and get it again")
     top = folder / CATEGORIES

@@ -1,4 +1,4 @@
-"""CIFAR100 (Krizhevsky 2009) from torchvision's folder `cifar-100-python`, with the official split.
+"""CIFAR100 (Krizhevsky 2009) from its archive's own folder `cifar-100-python`, with the official split.
 
 Kept at 32 x 32 (184 MB for all 60,000 images, so in memory and not in a store) and enlarged on the fly: Resize(256)
 and CenterCrop(224) as for the other sets. The published code treats it so too: both pipelines are the same.
@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchvision.datasets import CIFAR100
 
+from confitune.tasks.datasets.fetch import Remote, fetch_folder
 from confitune.tasks.datasets.image_set import ImageSet
 from confitune.tasks.datasets.locate import locate
 from confitune.tasks.errors import DataError
 from confitune.tasks.pipelines import CROP, RESIZE
 
+FOLDER = "cifar-100-python"
+ARCHIVE = Remote("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85")
 # All that CIFAR's files need. A pickle can otherwise name, and so run, any function.
 ALLOWED = {
     "numpy.core.multiarray._reconstruct",
@@ -33,9 +35,9 @@ def read_cifar100(data_dir: Path, download: bool) -> ImageSet:
     """Training images, then test images, each in the order of its file."""
 
     def fetch(root: Path) -> None:
-        CIFAR100(root, download=True)
+        fetch_folder(ARCHIVE, root / FOLDER)
 
-    folder = locate("cifar100", data_dir, "cifar-100-python", ["train", "test", "meta"], fetch if download else None)
+    folder = locate("cifar100", data_dir, FOLDER, ["train", "test", "meta"], fetch if download else None)
     train, test, meta = (_load(folder / part) for part in ("train", "test", "meta"))
     try:
         pixels = np.concatenate([train["data"], test["data"]]).reshape(-1, 3, 32, 32)

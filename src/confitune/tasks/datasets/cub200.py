@@ -5,13 +5,11 @@ Nothing downloads it; the archive `CUB_200_2011.tgz`, put into the data folder, 
 
 from __future__ import annotations
 
-import shutil
-import tarfile
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
+from confitune.tasks.datasets.archive import unpack
 from confitune.tasks.datasets.image_set import ImageSet
 from confitune.tasks.datasets.locate import locate
 from confitune.tasks.errors import DataError
@@ -19,7 +17,7 @@ from confitune.tasks.pipelines import Box
 from confitune.tasks.store import ImageFile
 
 FOLDER = "CUB_200_2011"
-ARCHIVE = f"{FOLDER}.tgz"
+ARCHIVE, MD5 = f"{FOLDER}.tgz", "97eceeb196236b17998738112f37df78"
 TABLES = ("images.txt", "image_class_labels.txt", "train_test_split.txt", "bounding_boxes.txt", "classes.txt")
 
 
@@ -44,19 +42,8 @@ def read_cub200(data_dir: Path, download: bool) -> ImageSet:
 
 
 def _unpack(root: Path) -> None:
-    """Unpack the archive beside its place and move it there when it is complete."""
-    archive = root / ARCHIVE
-    if not archive.exists():
-        return
-    if (root / FOLDER).exists():
-        raise DataError(f"{root / FOLDER} is incomplete; remove it, and {archive} will be unpacked")
-    unpacked = Path(tempfile.mkdtemp(prefix=f".{FOLDER}-", dir=root))
-    try:
-        with tarfile.open(archive) as packed:
-            packed.extractall(unpacked, filter="data")
-        (unpacked / FOLDER).rename(root / FOLDER)
-    finally:
-        shutil.rmtree(unpacked, ignore_errors=True)
+    if (root / ARCHIVE).exists():
+        unpack(root / ARCHIVE, root / FOLDER, MD5)
 
 
 def _table(path: Path) -> dict[int, str]:

@@ -1,0 +1,150 @@
+"""What the program writes about its work and reads again: headers of image stores, results, pages, logs."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from confitune.engine import CsvLog, RunResult
+from confitune.engine.result import summary_of
+from confitune.experiments import examine, summary_table, write_report, write_summary
+from confitune.experiments.reproduce.outcome import Outcome, write_index, write_outcome
+from confitune.files import checksum_of
+from confitune.tasks.pipelines import Pipeline
+from confitune.tasks.store import ImageFile, open_store
+from fuzz.mutations import as_json, changed, damaged, holds_deep
+from fuzz.watch import Watch
+
+
+def fuzz(watch: Watch) -> None:
+    _stores(watch)
+    _results(watch)
+    _pages(watch)
+    _logs(watch)
+
+
+def _stores(watch: Watch) -> None:
+    photos, cache = watch.at_hand / "photos", watch.at_hand / "cache"
+    photos.mkdir()
+    for number in range(2):
+        Image.new("RGB", (8, 8), (number, 2, 3)).save(photos / f"{number}.png")
+    files = [ImageFile("0.png"), ImageFile("1.png")]
+
+    def opened() -> list[int]:
+        return [int(image[0, 0, 0]) for image in open_store("test", photos, files, Pipeline(), cache)]
+
+    assert opened() == [0, 1]
+    (header,), (pixels,) = cache.glob("*.json"), cache.glob("*.u8")
+    whole, bytes_of_images = header.read_bytes(), pixels.read_bytes()
+
+    def use(data: bytes, path: Path = header) -> None:
+        path.write_bytes(data)
+        examine(cache)
+        assert opened() == [0, 1]  # whatever was there: it is built again
+        header.write_bytes(whole)
+        pixels.write_bytes(bytes_of_images)
+
+    def say(values: Any) -> None:
+        use(as_json(values).encode())
+
+    found = [b'{"shape": [3000000000, "a"], "blake2b": ""}', b'{"shape": 5}', b"[" * 100_000, b"5", b"9" * 5000]
+    watch.try_many(damaged(whole), use, 120, found=found)
+    watch.try_many(changed(json.loads(whole)), say, 120)
+    watch.try_many(damaged(bytes_of_images), lambda data: use(data, pixels), 40)
+
+
+def _results(watch: Watch) -> None:
+    out = watch.at_hand / "runs"
+    folder = out / "digits/confit/seed-0"
+    folder.mkdir(parents=True)
+    path = folder / "result.json"
+    task = {
+        "name": "t",
+        "classes": ["a", "b"],
+        "train_images": 8,
+        "test_images": 2,
+        "norm_numbers": 5,
+        "head_numbers": 6,
+    }
+    result = RunResult(
+        dataset="digits",
+        method="confit",
+        seed=0,
+        **summary_of(np.array([[90.0, 80.0], [np.nan, 95.0]])),
+        tasks=[task, task],
+        config={
+            "model": "net",
+            "seed": 0,
+            "means": "window",
+            "statistics": "pass",
+            "options": {"ewc": {"strength": 3.0}},
+        },
+        versions={"torch": "2"},
+        device="cpu",
+        weights="own.pth",
+        weights_sha256="ab" * 32,
+        final_sha256="cd" * 32,
+        seconds=1.5,
+        images_per_second=100.0,
+        command="confitune run",
+    )
+    result.save(path)
+    whole, values = path.read_bytes(), result.model_dump(mode="json")
+
+    def use(data: bytes) -> None:
+        path.write_bytes(data)
+        examine(out)
+        summary_table([RunResult.load(path)])
+        write_summary(out)
+        write_report(out, out / "report.html", None)
+
+    def say(values: Any) -> None:
+        """With a checksum that is right."""
+        checksum = {}
+        if not holds_deep(values):
+            with suppress(ValueError):  # what is no text has no checksum
+                checksum = {"checksum": checksum_of(values)}
+        use(as_json({**values, **checksum}).encode())
+
+    use(whole)
+    watch.try_many(damaged(whole), use, 120)
+    watch.try_many(changed(values), say, 250)
+
+
+def _pages(watch: Watch) -> None:
+    out = watch.at_hand / "pages"
+    out.mkdir()
+    write_outcome(out, Outcome(what="table1", title="Table 1", notes=["a note"], data={"a": 1}))
+    path = out / "table1.json"
+    whole = path.read_bytes()
+
+    def use(data: bytes) -> None:
+        path.write_bytes(data)
+        write_index(out)
+
+    use(whole)
+    lone = b'{"what": "\\ud800", "title": "", "cells": [], "claims": []}'
+    watch.try_many(damaged(whole), use, 60, found=[b"5", b"[" * 100_000, b'{"what": 1, "cells": [1]}', lone])
+    watch.try_many(changed(json.loads(whole)).map(lambda values: as_json(values).encode()), use, 60)
+
+
+def _logs(watch: Watch) -> None:
+    folder = watch.at_hand / "logs"
+    folder.mkdir()
+    path = folder / "epochs.csv"
+    head = "task,task_name,stage,epoch,loss,accuracy,lr,seconds,images\r\n"
+    whole = (head + "".join(f'0,"a, b",head,{n},1.5,50.0,0.01,1.0,8\r\n' for n in range(4))).encode()
+
+    def use(data: bytes) -> None:
+        path.write_bytes(data)
+        log = CsvLog(folder)
+        log.run_started("confit", ["a", "b"], 4, 0)
+        log.task_started(0, "a", 3)
+        assert len(path.read_text().splitlines()[0].split(",")) == 9
+
+    watch.try_many(damaged(whole), use, 80, found=[b'"' + b"x" * 200_000, b"\0\0\0", whole + b"0,a,he"])

@@ -1,0 +1,211 @@
+"""Archives that were made to do harm leave nothing behind, neither in the folder nor outside of it."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import stat
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from confitune.tasks import DataError
+from confitune.tasks.datasets import archive as archives
+from confitune.tasks.datasets.archive import ArchiveError, unpack
+
+Entry = tarfile.TarInfo | tuple[str, bytes]
+
+
+def file(name: str, data: bytes = b"pixels") -> tuple[str, bytes]:
+    return name, data
+
+
+def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+def tar(path: Path, *entries: Entry, mode: str = "w:gz") -> Path:
+    with tarfile.open(path, mode) as packed:
+        for entry in entries:
+            if isinstance(entry, tarfile.TarInfo):
+                packed.addfile(entry)
+            else:
+                info = tarfile.TarInfo(entry[0])
+                info.size = len(entry[1])
+                packed.addfile(info, io.BytesIO(entry[1]))
+    return path
+
+
+def zipped(path: Path, *entries: tuple[str | zipfile.ZipInfo, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, data in entries:
+            packed.writestr(name, data)
+    return path
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder to unpack in, below one with a file that must not change."""
+    (tmp_path / "canary").write_text("sings")
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def refused(home: Path) -> Callable[..., str]:
+    """Unpacks an archive that must be refused, and gives what was said; nothing may have changed."""
+
+    def listing() -> dict[str, bytes | None]:
+        found = sorted(home.parent.rglob("*"))
+        return {str(path): path.read_bytes() if path.is_file() else None for path in found}
+
+    def refused(path: Path, **options: str) -> str:
+        before = listing()
+        with pytest.raises(ArchiveError) as caught:
+            unpack(path, home / "set", **options)
+        assert listing() == before
+        assert str(path) in str(caught.value)
+        return str(caught.value)
+
+    return refused
+
+
+@pytest.mark.parametrize("ending", ["tgz", "tar.gz", "tar", "zip"])
+def test_a_folder_comes_out_as_it_went_in(home: Path, ending: str) -> None:
+    path = home / f"set.{ending}"
+    entries = [file("set/a.jpg", b"one"), file("set/deeper/ü b.jpg", b"two" * 50_000), file("notes.txt")]
+    if ending == "zip":
+        zipped(path, *entries)
+    else:
+        tar(path, *entries, mode="w" if ending == "tar" else "w:gz")
+    unpack(path, home / "set", hashlib.md5(path.read_bytes()).hexdigest())
+    assert (home / "set/a.jpg").read_bytes() == b"one"
+    assert (home / "set/deeper/ü b.jpg").read_bytes() == b"two" * 50_000
+    assert sorted(entry.name for entry in home.iterdir()) == ["set", path.name]
+
+
+def test_another_checksum_is_said_before_the_archive_is_opened(home: Path, refused, monkeypatch) -> None:
+    path = tar(home / "set.tgz", file("set/a.jpg"))
+    monkeypatch.setattr(archives, "_checked", lambda *_: pytest.fail("it was opened"))
+    assert "is not what was published (its MD5 is not 0000)" in refused(path, md5="0000")
+
+
+def test_what_is_there_is_not_touched(home: Path) -> None:
+    path = tar(home / "set.tgz", file("set/a.jpg"))
+    (home / "set").mkdir()
+    with pytest.raises(DataError, match=r"set is there but incomplete; remove it, and set\.tgz will be unpacked"):
+        unpack(path, home / "set")
+    assert not list((home / "set").iterdir())
+
+
+OUTSIDE = [
+    "/tmp/evil",
+    "../canary",
+    "set/../../canary",
+    "set/..",
+    "C:\\evil",
+    "C:/evil",
+    "set\\..\\evil",
+    "set/a\nb",
+    "",
+]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_names_that_lead_out_of_a_tar(home: Path, refused, name: str) -> None:
+    assert "is no place below it" in refused(tar(home / "set.tgz", file("set/a.jpg"), file(name)))
+
+
+@pytest.mark.parametrize("name", OUTSIDE[:-1])
+def test_names_that_lead_out_of_a_zip(home: Path, refused, name: str) -> None:
+    assert "is no place below it" in refused(zipped(home / "set.zip", file("set/a.jpg"), file(name)))
+
+
+@pytest.mark.parametrize("name", ["../out", "/tmp/evil"])
+def test_folders_that_lead_out(home: Path, refused, name: str) -> None:
+    assert "is no place below it" in refused(tar(home / "set.tgz", special(name, tarfile.DIRTYPE)))
+    assert "is no place below it" in refused(zipped(home / "set.zip", file(f"{name}/", b"")))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        special("set/link", tarfile.SYMTYPE, "../../canary"),
+        special("set/link", tarfile.SYMTYPE, "a.jpg"),
+        special("set/link", tarfile.LNKTYPE, "../canary"),
+        special("set/device", tarfile.CHRTYPE),
+        special("set/disk", tarfile.BLKTYPE),
+        special("set/pipe", tarfile.FIFOTYPE),
+        special("set/holes", tarfile.GNUTYPE_SPARSE),
+    ],
+    ids=lambda entry: f"{entry.name} {entry.type!r}",
+)
+def test_links_devices_and_pipes(home: Path, refused, entry: tarfile.TarInfo) -> None:
+    said = refused(tar(home / "set.tgz", file("set/a.jpg"), entry, file("set/link/b.jpg")))
+    assert "neither a file nor a folder" in said or "damaged" in said
+
+
+def test_a_link_in_a_zip(home: Path, refused) -> None:
+    link = zipfile.ZipInfo("set/link")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    assert "neither a file nor a folder" in refused(zipped(home / "set.zip", (link, b"../../canary")))
+
+
+def test_bombs(home: Path, refused) -> None:
+    zeros = b"\0" * (8 * 2**20)
+    assert "more than 20 times its size" in refused(zipped(home / "set.zip", file("set/a", zeros)))
+    assert "more than 20 times its size" in refused(tar(home / "set.tgz", file("set/a", zeros)))
+    many = [file(f"set/{n}", zeros[: 2**19]) for n in range(3)]  # each of them small
+    assert "more than 20 times its size" in refused(tar(home / "set.tgz", *many))
+
+
+def test_a_tar_that_says_a_file_is_huge(home: Path, refused) -> None:
+    info = tarfile.TarInfo("set/a")
+    info.size = 2**60
+    data = info.tobuf(tarfile.GNU_FORMAT) + b"\0" * 1024
+    (home / "set.tgz").write_bytes(gzip.compress(data))
+    assert "more than 20 times its size" in refused(home / "set.tgz")
+    info.size = -(2**40)
+    (home / "set.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + b"\0" * 1024)
+    refused(home / "set.tar")
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+def test_a_header_that_fills_the_memory(home: Path, refused, kind: bytes) -> None:
+    info = tarfile.TarInfo("header")
+    info.type, info.size = kind, 2**40
+    (home / "set.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + b"\0" * 4096)
+    assert "has a header of" in refused(home / "set.tar")
+
+
+def test_too_many_files(home: Path, refused, monkeypatch) -> None:
+    monkeypatch.setattr(archives, "MOST_MEMBERS", 10)
+    assert "more than 10 files" in refused(tar(home / "set.tgz", *(file(f"set/{n}") for n in range(11))))
+
+
+def test_one_name_for_two_things(home: Path, refused) -> None:
+    assert "holds 'set/a' twice" in refused(tar(home / "set.tgz", file("set/a"), file("set/a", b"other")))
+    assert "is damaged" in refused(tar(home / "set.tgz", file("set/a"), file("set/a/b")))
+    assert "is damaged" in refused(tar(home / "set.tgz", file("set/a/b"), file("set/a")))
+
+
+def test_damaged_archives(home: Path, refused) -> None:
+    whole = tar(home / "set.tgz", *(file(f"set/{n}", bytes(range(256)) * n) for n in range(20))).read_bytes()
+    for cut in (0, 1, 10, len(whole) // 2, 3 * len(whole) // 4):
+        (home / "set.tgz").write_bytes(whole[:cut])
+        refused(home / "set.tgz")
+    packed = zipped(home / "set.zip", file("set/a", bytes(range(256)) * 100)).read_bytes()
+    for changed in (packed[:100], packed[:-1], packed[:40] + b"\xff" + packed[41:]):
+        (home / "set.zip").write_bytes(changed)
+        assert "is damaged" in refused(home / "set.zip")
+
+
+def test_an_archive_of_something_else(home: Path, refused) -> None:
+    assert "holds no folder set" in refused(tar(home / "set.tgz", file("other/a.jpg")))
+    assert "holds no folder set" in refused(tar(home / "set.tgz", file("set")))
