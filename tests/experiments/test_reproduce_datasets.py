@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from confitune import cli
 from confitune.engine import RunResult
+from confitune.engine.result import summary_of
 from confitune.experiments.local import LocalPlace
 from confitune.experiments.paper import chosen_options, reported, reported_datasets
 from confitune.experiments.reproduce import Scope, reproduce
@@ -140,12 +141,15 @@ def results_below(out):
 
 
 def numbers_replaced(out, copied, numbers):
-    """A copy of the finished runs with other numbers, given by dataset, network and method."""
+    """A copy of the finished runs, of two tasks, with other accuracies, given by dataset, network and method."""
     shutil.copytree(out, copied)
     for path in copied.glob("runs/*/*/*/seed-*/result.json"):
         result = RunResult.load(path)
-        new = numbers.get((result.dataset, result.config["model"].split(".")[0], result.method), {})
-        result.model_copy(update=new).save(path)
+        new = numbers.get((result.dataset, result.config["model"].split(".")[0], result.method))
+        if new is not None:
+            acc, fgt = new.get("acc", 50.0), new.get("fgt", 0.0)
+            matrix = np.array([[acc + fgt, acc], [np.nan, acc]])
+            result.model_copy(update=summary_of(matrix)).save(path)
 
 
 # ---- table 1 ---------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def test_a_result_holds_everything_it_takes_to_repeat_it(finished, values, weigh
         for seed in (0, 1):
             raw = json.loads((finished / f"digits/{method}/seed-{seed}/result.json").read_text())
             assert raw.keys() == {*RunResult.model_fields, "checksum"}
-            result = RunResult.model_validate(raw)
+            result = RunResult.load(finished / f"digits/{method}/seed-{seed}/result.json")
             assert (result.dataset, result.method, result.seed) == ("digits", method, seed)
             assert result.config == recipe.identity(method, seed, state_sha256(backbone.module))
             assert result.config["means"] == ("window" if method == "confit" else None)
