@@ -25,7 +25,7 @@ from confitune.deploy.format import (
 from confitune.deploy.journal import Journal
 from confitune.deploy.layout import check_name, is_bundle
 from confitune.errors import ConfituneError
-from confitune.nn import ContinualNet, build_model
+from confitune.nn import ContinualNet, build_model, without_memory
 
 
 class Bundle:
@@ -121,8 +121,10 @@ class Bundle:
 
     def load_network(self, tasks: Sequence[str] = ()) -> ContinualNet:
         """The network with the state of `tasks`; the last of them is current."""
-        net, stored = new_network(self.network), self._journal.head.backbone
+        stored = self._journal.head.backbone
         try:
+            _require_that_large(self.network.model, stored.bytes)
+            net = new_network(self.network)
             net.load_shared_state_dict(self._journal.backbones.read(stored))
         except ConfituneError as error:
             raise _about(self._journal.backbones.path(stored), error) from error
@@ -227,6 +229,13 @@ class Bundle:
 def new_network(network: Network) -> ContinualNet:
     """The network that a bundle describes, with random weights and without tasks."""
     return ContinualNet(build_model(network.model), means=network.means)
+
+
+def _require_that_large(model: str, available: int) -> None:
+    """Refuse a network that the file cannot hold, before memory is taken for it."""
+    needed = sum(p.numel() * p.element_size() for p in without_memory(model).parameters() if p.dim() == 4)
+    if needed > available:
+        raise BundleError(f"{available} bytes cannot be the weights of {model}: its convolutions take {needed}")
 
 
 def _about(path: Path, error: ConfituneError) -> ConfituneError:

@@ -46,13 +46,19 @@ class TaskTable(Mapping[str, TaskRecord]):
 
     def add(self, name: str, record: TaskRecord) -> None:
         """Put a task at the end."""
+        self._require_new(name)
         self._places[name], self._rows[self._next] = self._next, (name, record)
         self._next += 1
 
     def rename(self, name: str, to: str) -> None:
         """Call it something else."""
+        self._require_new(to)
         place = self._places.pop(name)
         self._places[to], self._rows[place] = place, (to, self._rows[place][1])
+
+    def _require_new(self, name: str) -> None:
+        if name in self._places:
+            raise ValueError(f"there is a task {name!r} already")
 
     def remove(self, name: str) -> TaskRecord:
         """Take it out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ def _read_index(path: Path, head: Head, start: int) -> tuple[Contents, list[str]
     """What the index tells, and the files of tasks that were removed from byte `start` on."""
     try:
         with path.open("rb") as handle:
-            data = handle.read(head.index_bytes)
+            data = handle.read(min(head.index_bytes, os.fstat(handle.fileno()).st_size))
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error}; restore it from a copy") from error
     lines = data.splitlines(keepends=True)
@@ -106,6 +107,8 @@ def _read_index(path: Path, head: Head, start: int) -> tuple[Contents, list[str]
                 removed = contents.happened(event_from_line(line, where))
             except KeyError as error:
                 raise DamagedError(f"{where} is damaged: there is no task {error}; restore it from a copy") from error
+            except ValueError as error:
+                raise DamagedError(f"{where} is damaged: {error}; restore it from a copy") from error
             gone += removed if place >= start else []
             place += len(line)
     return contents, gone

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from confitune.experiments.models import without_memory
 from confitune.experiments.paper import searched
 from confitune.experiments.search import options_of, paper_search, value_text
 from confitune.methods import METHODS, PENALTIES, Method, create_method, shared_parameters
-from confitune.nn import ContinualNet
+from confitune.nn import ContinualNet, without_memory
 
 NETWORK = "resnet18"
 

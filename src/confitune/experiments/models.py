@@ -5,11 +5,8 @@ from __future__ import annotations
 import fnmatch
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
 from confitune.errors import ConfituneError
-from confitune.nn import ContinualNet, NoBatchNormError, build_model, model_names
+from confitune.nn import ContinualNet, NoBatchNormError, model_names, without_memory
 
 # One or two of each family that people fine-tune; any other name or pattern can be asked for.
 WELL_KNOWN = (
@@ -61,15 +58,6 @@ def matching_models(pattern: str | None) -> list[str]:
         return list(WELL_KNOWN)
     wild = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
     return fnmatch.filter(model_names(), wild) or fnmatch.filter(model_names(), pattern.split(".")[0])
-
-
-def without_memory(name: str) -> nn.Module:
-    """A network on the meta device, where its shapes are known and nothing is computed."""
-    try:
-        with torch.device("meta"):
-            return build_model(name)
-    except ConfituneError:  # some networks read their own numbers while they are built
-        return build_model(name)
 
 
 def report_model(name: str) -> ModelReport:

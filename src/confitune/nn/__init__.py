@@ -1,6 +1,14 @@
 """What adapts: Xconv BN, the pairing of convolutions and batch norms, networks with per-task state."""
 
-from confitune.nn.backbones import Backbone, build_model, create_backbone, headless, model_names, state_sha256
+from confitune.nn.backbones import (
+    Backbone,
+    build_model,
+    create_backbone,
+    headless,
+    model_names,
+    state_sha256,
+    without_memory,
+)
 from confitune.nn.continual import ContinualNet, Norm
 from confitune.nn.convert import ConversionReport, LayerReport, NoBatchNormError, convert_xconv_bn, require_batch_norm
 from confitune.nn.geometry import ConvGeometry
@@ -32,4 +40,5 @@ __all__ = [
     "require_batch_norm",
     "state_sha256",
     "window_means_from_phases",
+    "without_memory",
 ]

@@ -64,6 +64,15 @@ def build_model(name: str) -> nn.Module:
     return _build(*_resolve(name), pretrained=False)[0]
 
 
+def without_memory(name: str) -> nn.Module:
+    """A network on the meta device, where its shapes are known and nothing is computed."""
+    try:
+        with torch.device("meta"):
+            return build_model(name)
+    except ConfituneError:  # some networks read their own numbers while they are built
+        return build_model(name)
+
+
 def model_names() -> list[str]:
     """Every name `create_backbone` takes, without pre-training tags."""
     extra = (f"torchvision:{name}" for name in torchvision.models.list_models(module=torchvision.models))

@@ -93,6 +93,7 @@ class InputMeans(nn.Module):
         self.restore(state["size"], state["batches"])
         torch._foreach_copy_(self._tables, list(state["tables"]))
         if state["pending"]:
+            self.resize(state["size"])
             if self.ranks.first:  # what the processes hold adds up to it
                 self._plane.copy_(state["plane"])
             self._pending = state["pending"]
@@ -107,9 +108,8 @@ class InputMeans(nn.Module):
         """What was live is replaced: by tables of so many batches, measured at `size`, that the caller puts in."""
         if self._pending:
             self._plane.zero_()
-        self.size, self.batches, self._pending = None, batches, 0
-        if size is not None:
-            self.resize(size)
+        self.size, self.batches, self._pending = size, batches, 0
+        self._plane = self._known_plane()
         self._set_share()
 
     @torch.no_grad()
@@ -121,7 +121,7 @@ class InputMeans(nn.Module):
         if x.dim() == 2:  # Linear: a 1x1 convolution on a 1x1 plane
             x = x[:, :, None, None]
         size = (x.shape[-2], x.shape[-1])
-        if self.size is None:
+        if self.size is None or (self.size == size and not self._plane.numel()):
             self.resize(size)
         elif self.size != size:
             raise ConfituneError(
@@ -171,6 +171,11 @@ class InputMeans(nn.Module):
         finally:
             self._plane, self.counts = own, counts
 
+    def _known_plane(self) -> Tensor:
+        """Of the size at hand, if a batch of that size was ever taken in: a task that is only used needs none."""
+        known = self._planes.get((self.size, 0)) if self.size is not None else None
+        return torch.empty(0) if known is None else known
+
     def _plane_of(self, size: Size, lane: int) -> Tensor:
         table, plane = self.get_buffer("table0"), self._planes.get((size, lane))
         if plane is None or plane.device != table.device or plane.dtype != table.dtype:
@@ -215,8 +220,7 @@ class InputMeans(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> InputMeans:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._planes = {key: fn(plane) for key, plane in self._planes.items()}
-        if self.size is not None:
-            self._plane = self._plane_of(self.size, 0)
+        self._plane = self._known_plane()
         return self
 
     def view(self, reader: int, tables: Sequence[Tensor] | None = None) -> Tensor:

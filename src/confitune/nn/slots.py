@@ -108,6 +108,9 @@ class TaskSlots(nn.Module):
         """Put a task's state back, as a new task or over an existing one of that name, and make it current."""
         if "head.weight" not in state:
             raise ConfituneError(f"the state for task {name!r} has no head.weight: it is not a task's state")
+        if state["head.weight"].dim() != 2:
+            shape = tuple(state["head.weight"].shape)
+            raise ConfituneError(f"task {name!r}: head.weight must have shape (classes, features) and has {shape}")
         count = state["head.weight"].shape[0]
         old = self.tasks.get(name)
         names = tuple(classes or (old.classes if old else map(str, range(count))))

@@ -27,7 +27,7 @@ def task_from_state(
     memory: TaskMemory, name: str, state: Mapping[str, Tensor], classes: Sequence[str], features: int, like: Tensor
 ) -> TaskEntry:
     """The entry for a task's named tensors, checked against what this network keeps."""
-    finished = bool(state["finished"]) if "finished" in state else False
+    finished = bool(state["finished"].all()) if "finished" in state else False
     expected = memory.shapes(finished, len(classes), features)
     extra = {f"{conv}.input_size": (3,) for conv in memory.statistics} | {"image_size": (2,), "finished": ()}
     for key, shape in (expected | extra).items():
@@ -37,6 +37,10 @@ def task_from_state(
                 f"task {name!r}: {key} must have shape {shape} and is {got}; is it the task of another network, or of "
                 "one with other means?"
             )
+    for key in extra:
+        values = state[key]
+        if values.is_floating_point() or values.is_complex() or not bool((values.long() >= 0).all()):
+            raise ConfituneError(f"task {name!r}: {key} must hold whole numbers from 0 on and holds {values.tolist()}")
     triples = [state[f"{conv}.input_size"].tolist() for conv in memory.statistics]
     height, width = state["image_size"].tolist()
     return TaskEntry(
