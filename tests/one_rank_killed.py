@@ -10,21 +10,28 @@ import sys
 from confitune.cli import main
 from confitune.engine.step import TrainStep
 
-step, folder, *arguments = sys.argv[1:]
-rank, train, steps = os.environ["RANK"], TrainStep.train, 0
+train = TrainStep.train
 
 
-def counted(self, *inputs):
-    global steps
-    steps += 1
-    if rank == "1" and steps == int(step):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return train(self, *inputs)
+def killing(rank: str, step: int):
+    """A training step that counts, and kills the second process in the one it is told."""
+    steps = 0
+
+    def counted(self, *inputs):
+        nonlocal steps
+        steps += 1
+        if rank == "1" and steps == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train(self, *inputs)
+
+    return counted
 
 
 if __name__ == "__main__":
-    TrainStep.train = counted
-    os.makedirs(f"{folder}/{rank}")
-    os.chdir(f"{folder}/{rank}")
+    at, folder, *arguments = sys.argv[1:]
+    here = f"{folder}/{os.environ['RANK']}"
+    TrainStep.train = killing(os.environ["RANK"], int(at))
+    os.makedirs(here)
+    os.chdir(here)
     sys.argv = ["confitune", *arguments]
     main()

@@ -585,7 +585,7 @@ def test_runs_are_done_where_they_are_asked_for(confitune, tmp_path, monkeypatch
     asked = []
 
     def nowhere(**options):
-        asked.append({name: value for name, value in options.items() if name != "console"})
+        asked.append({name: value for name, value in options.items() if name not in ("console", "ranks")})
         raise ConfituneError("there is no such place")
 
     monkeypatch.setattr("confitune.experiments.open_place", nowhere)

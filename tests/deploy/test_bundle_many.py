@@ -336,8 +336,17 @@ def test_a_file_that_declares_other_tensors_is_refused_before_any_is_copied(
 def test_a_backbone_of_another_network_is_refused(real, tmp_path):
     bundle = Bundle(tmp_path / "model", NETWORK)
     with bundle.changing():
-        add(bundle, "a", real, 1, shared={"stem.weight": torch.zeros(3)})
+        add(bundle, "a", real, 1, shared={"stem.weight": torch.zeros(200_000)})
     with pytest.raises(BundleError, match=r"\.safetensors: the shared weights are those of another network"):
+        bundle.load_network()
+
+
+def test_a_network_that_the_file_cannot_hold_is_not_built(real, tmp_path, monkeypatch):
+    bundle = Bundle(tmp_path / "model", NETWORK)
+    with bundle.changing():
+        add(bundle, "a", real, 1, shared={"stem.weight": torch.zeros(3)})
+    monkeypatch.setattr("confitune.deploy.bundle.build_model", lambda name: pytest.fail("memory was taken"))
+    with pytest.raises(BundleError, match=r"\.safetensors: 156 bytes cannot be the weights of test_byobnet"):
         bundle.load_network()
 
 
