@@ -19,7 +19,6 @@ from confitune.experiments import (
     edge_note,
     make_recipe,
     plan_search,
-    plots,
     read_recipe,
     run_recipe,
     run_search,
@@ -29,6 +28,7 @@ from confitune.experiments import (
 from confitune.experiments.group import load_backbone, load_sequence
 from confitune.experiments.job import TrainingError
 from confitune.experiments.local import LocalPlace
+from confitune.experiments.search_plot import search_figure
 from confitune.metrics import mean_and_interval
 from confitune.nn import create_backbone
 from confitune.tasks import load_tasks
@@ -535,7 +535,7 @@ MEASURED = {1.0: ([80.0, 82.0], [5.0, 7.0]), 10.0: ([90.0, 91.0], [2.0, 2.0]), 3
 
 
 def test_the_picture_shows_means_intervals_the_best_and_what_failed():
-    accuracy, forgetting = plots.search_figure(MEASURED, title="t", option="ewc.strength", best=10.0).axes
+    accuracy, forgetting = search_figure(MEASURED, title="t", option="ewc.strength", best=10.0).axes
     for axes, means, seeds in ((accuracy, [81, 90.5], ([80, 82], [90, 91])), (forgetting, [6, 2], ([5, 7], [2, 2]))):
         line, bars = axes.containers[0][0], axes.containers[0][2][0]
         np.testing.assert_allclose(line.get_xydata(), [[1, means[0]], [10, means[1]]])
@@ -560,7 +560,7 @@ def test_the_picture_shows_means_intervals_the_best_and_what_failed():
 )
 def test_a_wide_grid_has_a_logarithmic_axis(values, scale):
     points = {value: ([80.0], [1.0]) for value in values}
-    for axes in plots.search_figure(points, title="t", option="o", best=values[0]).axes:
+    for axes in search_figure(points, title="t", option="o", best=values[0]).axes:
         assert axes.get_xscale() == scale
     if scale == "linear" and isinstance(values[0], str):
         assert [label.get_text() for label in axes.get_xticklabels()] == list(values)

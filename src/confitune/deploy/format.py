@@ -24,6 +24,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from confitune.errors import ConfituneError
+from confitune.files import checksum_of
 
 FORMAT = 1
 HEAD, BEFORE, INDEX = "bundle.json", "bundle.before.json", "index.jsonl"
@@ -140,7 +141,7 @@ EMPTY = hashlib.sha256(b"").hexdigest()
 def head_to_bytes(head: Head) -> bytes:
     """The head as JSON, with a checksum of itself."""
     values = head.model_dump(mode="json")
-    return json.dumps({**values, "checksum": _checksum(values)}, indent=1, ensure_ascii=False).encode() + b"\n"
+    return json.dumps({**values, "checksum": checksum_of(values)}, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
 def head_from_bytes(data: bytes, where: str) -> Head:
@@ -151,7 +152,7 @@ def head_from_bytes(data: bytes, where: str) -> Head:
         known = values.get("format")
         if isinstance(known, int) and known > FORMAT:
             raise BundleError(f"{where} was written by a newer confitune (format {known}); upgrade confitune")
-        if checksum != _checksum(values):
+        if checksum != checksum_of(values):
             raise DamagedError(f"{where} is damaged: its checksum does not fit; restore it from a copy")
         return Head.model_validate(values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -169,10 +170,6 @@ def event_from_line(line: bytes, where: str) -> Event:
         return _EVENT.validate_json(line)
     except ValidationError as error:
         raise DamagedError(f"{where} is damaged: {_brief(error)}; restore it from a copy") from error
-
-
-def _checksum(values: dict[str, object]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
 def _brief(error: Exception) -> str:

@@ -1,15 +1,12 @@
 """Pictures of accuracy matrices and of how accuracy develops over a task sequence.
 
-Each picture comes twice: `..._figure` builds a matplotlib Figure, `draw_...` writes it as a PNG. Figures are built
-without pyplot, so nothing is shared between calls and no display is needed. Colours are those of Okabe and Ito, which
-stay apart for colour-blind readers; methods take them in the order given.
+Each picture comes twice: `..._figure` builds a matplotlib Figure, `draw_...` writes it as a PNG. Methods take colours
+in the order given.
 """
 
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
@@ -18,10 +15,20 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from confitune.files import write_whole
+from confitune.experiments.drawing import (
+    COLOURS,
+    GRID,
+    INK,
+    LARGEST_NUMBERED_MATRIX,
+    LINE_STYLES,
+    MUTED,
+    heading,
+    plain_axes,
+    save_figure,
+    task_ticks,
+)
 from confitune.metrics import average_accuracy, average_accuracy_curve, average_forgetting, mean_and_interval
 
 __all__ = [
@@ -30,20 +37,13 @@ __all__ = [
     "draw_accuracy_matrix",
     "draw_curves",
     "draw_overview",
-    "draw_search",
     "overview_figure",
-    "search_figure",
 ]
 
 Array = NDArray[np.floating]
 
-PIXELS_PER_INCH = 200
-INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINE_STYLES = ("-", "--", ":")
 # Without its palest end, so that the lowest accuracy still differs from an empty cell.
 BLUES = ListedColormap(colormaps["Blues"](np.linspace(0.12, 1, 256)))
-LARGEST_NUMBERED_MATRIX = 12
 PANELS_PER_ROW = 4
 
 
@@ -62,18 +62,6 @@ def draw_overview(runs: Mapping[str, Array], path: str | os.PathLike[str], *, ti
     save_figure(overview_figure(runs, title=title), path)
 
 
-def draw_search(
-    points: Mapping[Any, tuple[Sequence[float], Sequence[float]]],
-    path: str | os.PathLike[str],
-    *,
-    title: str,
-    option: str,
-    best: object,
-) -> None:
-    """Write `search_figure` to `path` as a PNG."""
-    save_figure(search_figure(points, title=title, option=option, best=best), path)
-
-
 def accuracy_matrix_figure(matrices: Mapping[str, Array], *, title: str) -> Figure:
     """One heatmap a method, all on one colour scale, at most four side by side.
 
@@ -87,7 +75,7 @@ def accuracy_matrix_figure(matrices: Mapping[str, Array], *, title: str) -> Figu
     side = min(max(0.4 * tasks, 2.2), 4.6)
     size = (columns * (side + 0.3) + 1.3, rows * (side + 0.8) + 0.4)
     figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(compress=True, h_pad=0.09))
-    _heading(figure, title)
+    heading(figure, title)
     panels = figure.subplots(rows, columns, squeeze=False)
     lowest = _axis_floor(np.concatenate([np.ravel(matrix) for matrix in matrices.values()]), step=10)
     images = [
@@ -113,7 +101,7 @@ def curves_figure(curves: Mapping[str, Array], *, title: str) -> Figure:
         title: heading of the picture.
     """
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    _heading(figure, title)
+    heading(figure, title)
     axes = figure.subplots()
     _curves(axes, curves, height=3.0)
     axes.set_ylabel("average accuracy on\nthe tasks learned so far (%)", color=INK, fontsize=9)
@@ -130,7 +118,7 @@ def overview_figure(runs: Mapping[str, Array], *, title: str) -> Figure:
     _common_tasks(runs, "seeds x tasks x tasks")
     height = max(3.8, 1.1 + 0.85 * len(runs))
     figure = Figure(figsize=(9.0, height), layout="constrained")
-    _heading(figure, title)
+    heading(figure, title)
     left, right = figure.subfigures(1, 2, width_ratios=(1, 1.05), wspace=0.04, squeeze=False)[0]
 
     _subheading(left, "Average accuracy on the tasks learned so far (%)")
@@ -147,69 +135,12 @@ def overview_figure(runs: Mapping[str, Array], *, title: str) -> Figure:
     return figure
 
 
-def search_figure(
-    points: Mapping[Any, tuple[Sequence[float], Sequence[float]]], *, title: str, option: str, best: object
-) -> Figure:
-    """Accuracy and forgetting over the values of an option: mean and 95% interval over seeds, the best value marked.
-
-    Args:
-        points: value -> accuracies and forgettings by seed, percent; both empty where training failed.
-        title: heading of the picture.
-        option: name of the axis.
-        best: the value that won.
-    """
-    figure = Figure(figsize=(6.4, 4.8), layout="constrained")
-    _heading(figure, title)
-    panels = figure.subplots(2, 1, sharex=True)
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in points)
-    places = {value: float(value) if numbers else float(place) for place, value in enumerate(points)}
-    measured = {value: seeds for value, seeds in points.items() if seeds[0]}
-    failed = [value for value in points if value not in measured]
-    for index, (axes, name) in enumerate(zip(panels, ("accuracy (%)", "forgetting (%)"), strict=True)):
-        _plain_axes(axes, 1, levels=5)
-        mean, half_width = np.array([mean_and_interval(seeds[index])[:2] for seeds in measured.values()]).T
-        x = [places[value] for value in measured]
-        line = "-" if numbers else ""  # words have no order
-        axes.errorbar(x, mean, np.nan_to_num(half_width), color=COLOURS[index], fmt=f"o{line}", linewidth=2, capsize=3)
-        axes.axvline(places[best], color=MUTED, linestyle=":", linewidth=1.2, zorder=1)
-        for value in failed:
-            axes.plot(places[value], 0.04, "x", color=MUTED, transform=axes.get_xaxis_transform())
-        axes.set_ylabel(name, color=INK, fontsize=9)
-    if numbers:
-        _scale_of_values(panels[-1], list(places.values()))
-    labels = [f"{value:g}" if numbers else str(value) for value in points]
-    panels[-1].set_xticks(list(places.values()), labels=labels)
-    panels[-1].minorticks_off()
-    panels[-1].set_xlabel(option, color=INK, fontsize=9)
-    _mark(panels[0], places[best], 1.02, "best")
-    for value in failed:
-        _mark(panels[0], places[value], 0.08, "failed")
-    return figure
-
-
-def _mark(axes: Axes, x: float, height: float, text: str) -> None:
-    """A word above a value, at a share of the axes' height."""
-    where = axes.get_xaxis_transform()
-    axes.text(x, height, text, transform=where, color=MUTED, fontsize=8, ha="center", va="bottom")
-
-
-def _scale_of_values(axes: Axes, values: Sequence[float]) -> None:
-    """Logarithmic where the values span more than 30 times, with room for 0 where it is one of them."""
-    positive = [value for value in values if value > 0]
-    if not positive or max(positive) <= 30 * min(positive) or min(values) < 0:
-        return
-    if len(positive) == len(values):
-        axes.set_xscale("log")
-    else:
-        axes.set_xscale("symlog", linthresh=min(positive))
-
-
 def _heatmap(axes: Axes, method: str, matrix: Array, lowest: float) -> AxesImage:
     tasks = len(matrix)
     image = axes.imshow(np.ma.masked_invalid(matrix), cmap=BLUES, vmin=lowest, vmax=100)
     axes.set_title(method, color=INK, fontsize=10, fontweight="bold", pad=6)
     axes.set_xlabel("after training task", color=INK, fontsize=9)
-    ticks = _task_ticks(tasks)
+    ticks = task_ticks(tasks)
     axes.set_xticks([task - 1 for task in ticks], labels=[str(task) for task in ticks])
     axes.set_yticks([task - 1 for task in ticks], labels=[str(task) for task in ticks])
     axes.tick_params(length=0, labelsize=8, labelcolor=MUTED)
@@ -233,7 +164,7 @@ def _curves(axes: Axes, curves: Mapping[str, Array], height: float) -> None:
     lowest = _axis_floor(everything - 1, step=5)
     axes.set_ylim(lowest, 100)
     after = np.arange(1, tasks + 1)
-    _plain_axes(axes, tasks, levels=5)
+    plain_axes(axes, tasks, levels=5)
     ends: dict[str, float] = {}
     colours = _cycle(COLOURS, len(curves))
     for index, (method, seeds) in enumerate(curves.items()):
@@ -282,7 +213,7 @@ def _label_ends(axes: Axes, ends: Mapping[str, float], tasks: int, gap: float) -
 def _learned_and_left(axes: Axes, method: str, seeds: Array, colour: str) -> None:
     learned, left = _diagonal_and_last(seeds)
     task = np.arange(1, len(learned) + 1)
-    _plain_axes(axes, len(learned), levels=3)
+    plain_axes(axes, len(learned), levels=3)
     axes.vlines(task, left, learned, color=colour, alpha=0.35, linewidth=4, zorder=2)
     axes.plot(
         task,
@@ -314,20 +245,6 @@ def _diagonal_and_last(seeds: Array) -> Array:
     return np.stack([mean.diagonal(), mean[:, -1]])
 
 
-def _plain_axes(axes: Axes, tasks: int, *, levels: int) -> None:
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color("#bbbbbb")
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelsize=8, labelcolor=MUTED)
-    axes.set_xticks(_task_ticks(tasks))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=levels, steps=[1, 2, 5, 10]))
-
-
-def _heading(figure: Figure, title: str) -> None:
-    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold", wrap=True)
-
-
 def _subheading(figure: SubFigure, text: str) -> None:
     figure.suptitle(text, x=0.02, ha="left", color=INK, fontsize=9)
 
@@ -347,15 +264,6 @@ def _common_tasks(data: Mapping[str, Array], expected: str) -> int:
     if len(set(counts.values())) > 1:
         raise ValueError(f"the methods differ in their number of tasks: {counts}")
     return next(iter(counts.values()))
-
-
-def _task_ticks(tasks: int) -> list[int]:
-    """Every task while there is room, else the first and every fifth.
-
-    >>> _task_ticks(20)
-    [1, 5, 10, 15, 20]
-    """
-    return list(range(1, tasks + 1)) if tasks <= LARGEST_NUMBERED_MATRIX else [1, *range(5, tasks + 1, 5)]
 
 
 def _spread(positions: Sequence[float], gap: float, highest: float) -> list[float]:
@@ -388,15 +296,3 @@ def _axis_floor(values: Array, step: int) -> float:
 
 def _number(value: float) -> str:
     return "100" if round(value, 1) == 100 else f"{value:.1f}"
-
-
-def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write as a PNG, whole or not at all."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Without matplotlib's version in the metadata, the same data gives the same bytes.
-    metadata = {"Software": None}
-    write_whole(
-        target,
-        lambda out: figure.savefig(out, format="png", dpi=PIXELS_PER_INCH, facecolor="white", metadata=metadata),
-    )

@@ -17,10 +17,10 @@ from confitune.experiments.group import load_backbone
 from confitune.experiments.job import TrainingError
 from confitune.experiments.local import LocalPlace
 from confitune.experiments.place import Place
-from confitune.experiments.plots import draw_search
 from confitune.experiments.recipe import Recipe
 from confitune.experiments.runner import Plan, finish_plan, plan_recipe, refuse_existing, run_recipe
 from confitune.experiments.search import Point, Search, value_text, winner
+from confitune.experiments.search_plot import draw_search
 from confitune.experiments.summary import collect_results, shown, summarised
 from confitune.files import write_whole
 

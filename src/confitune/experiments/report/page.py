@@ -12,7 +12,7 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from confitune.experiments.plots import COLOURS
+from confitune.experiments.drawing import COLOURS
 from confitune.experiments.report.charts import charts_json
 from confitune.experiments.report.data import EXPLAINED, DatasetRuns, MethodRuns, Report
 from confitune.experiments.report.tables import (

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from confitune.experiments.plots import COLOURS, GRID, INK, LINE_STYLES, MUTED, save_figure
+from confitune.experiments.drawing import COLOURS, GRID, INK, LINE_STYLES, MUTED, save_figure
 
 Scale = Literal["linear", "log", "symlog"]
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
