@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,8 @@ from confitune.nn import ContinualNet, build_model
 
 SHARED = 11_176_512  # weights of ResNet18 without its head
 CONVOLUTIONS = SHARED - 2 * 4800  # less the affine parameters of its batch norms
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +47,8 @@ def test_numbers_a_task_are_those_a_real_network_stores(reports, name):
 def test_the_numbers_that_are_known(reports):
     found = {name: report.numbers_per_task for name, report in reports.items()}
     assert (found["confit"], found["task-bn"], found["finetune"], found["joint"]) == (45_075, 19_200, 0, 0)
+    assert found["best"] == 21_576
+    assert f"{found['best']:,} numbers" in (ROOT / "docs/best.md").read_text()
     assert found["single-task"] == SHARED  # a network for every task, as its runs count it
     assert found["ccll"] - found["task-bn"] >= 172_800  # its 3x3 convolutions, then the gates
 

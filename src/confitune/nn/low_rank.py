@@ -1,8 +1,7 @@
 """Window means in fewer numbers.
 
 The K*K window means of a channel differ only by what lies along an image's border, and borders look alike in many
-channels: a table [C, K*K] is nearly a product of two thin ones. Of rank 2 it takes 2 numbers a channel instead of K*K,
-and its error in a recovered mean is less than half of phase means'.
+channels: a table [C, K*K] is nearly a product of two thin ones. Of rank 2 it takes 2 numbers a channel instead of K*K.
 """
 
 from __future__ import annotations
