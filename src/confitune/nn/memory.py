@@ -104,12 +104,11 @@ class TaskMemory:
     @torch.no_grad()
     def load(self, entry: TaskEntry, head: nn.Linear) -> None:
         """Copy a task's row into the live slot; layers that recover their mean keep a stale one until prepared."""
-        slots = self._slots(entry.finished)
-        kept = list(self.named_parts(entry).values())
-        values = [self._live(slot, part, entry.finished) for slot, part in zip(slots, kept[:-2], strict=True)]
-        torch._foreach_copy_(
-            [*(slot.tensor for slot in slots), head.weight.detach(), head.bias.detach()], [*values, *kept[-2:]]
-        )
+        slots, of_head = self._slots(entry.finished), [head.weight.detach(), head.bias.detach()]
+        shapes = [self._kept_shape(slot, entry.finished) for slot in slots]
+        *kept, weight, bias = _split(entry.row, [*shapes, *(tuple(part.shape) for part in of_head)])
+        values = [self._live(slot, part, entry.finished) for slot, part in zip(slots, kept, strict=True)]
+        torch._foreach_copy_([*(slot.tensor for slot in slots), *of_head], [*values, weight, bias])
         for statistics, size, batches in zip(self.statistics.values(), entry.sizes, entry.batches, strict=True):
             statistics.restore(size, batches)
 
@@ -144,25 +143,23 @@ class TaskMemory:
         """What is kept of a live tensor."""
         if finished and slot.drifts and self.drift is not None:
             return self.drift.relative(slot.norm, slot.tensor)
-        if finished and slot.is_table and is_shorter(tuple(slot.tensor.shape), self.rank):
-            assert self.rank is not None
-            return factored(slot.tensor, self.rank)
-        return slot.tensor
+        rank = self._rank_of(slot, finished)
+        return slot.tensor if rank is None else factored(slot.tensor, rank)
 
     def _live(self, slot: _Slot, kept: Tensor, finished: bool) -> Tensor:
         """What a live tensor is to be for what was kept of it."""
         if finished and slot.drifts and self.drift is not None:
             return self.drift.today(slot.norm, kept)
-        if finished and slot.is_table and is_shorter(tuple(slot.tensor.shape), self.rank):
-            return product(kept, tuple(slot.tensor.shape))
-        return kept
+        return kept if self._rank_of(slot, finished) is None else product(kept, tuple(slot.tensor.shape))
 
     def _kept_shape(self, slot: _Slot, finished: bool) -> tuple[int, ...]:
-        shape = tuple(slot.tensor.shape)
-        if finished and slot.is_table and is_shorter(shape, self.rank):
-            assert self.rank is not None
-            return (shape[0] + shape[1] * shape[2], self.rank)
-        return shape
+        shape, rank = tuple(slot.tensor.shape), self._rank_of(slot, finished)
+        return shape if rank is None else (shape[0] + shape[1] * shape[2], rank)
+
+    def _rank_of(self, slot: _Slot, finished: bool) -> int | None:
+        """Of the product that a table is kept as; None: it is kept as it is."""
+        shorter = finished and slot.is_table and is_shorter(tuple(slot.tensor.shape), self.rank)
+        return self.rank if shorter else None
 
     def _slots(self, finished: bool) -> list[_Slot]:
         slots = []

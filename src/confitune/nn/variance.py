@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from confitune.nn.whole_batch import whole_moments
 from confitune.nn.xconv import XconvNorm
 from confitune.ranks import Ranks
 
@@ -49,17 +50,20 @@ class VarianceDrift(nn.Module):
 
     def ratios(self) -> dict[str, Tensor]:
         """By layer [C]: what has become of a variance (plus eps) of the pre-trained network's time."""
-        return {name: self.get_buffer(key) for name, key in self._keys.items()}
+        return {name: self._ratio(name) for name in self._keys}
+
+    def _ratio(self, name: str) -> Tensor:
+        return self.get_buffer(self._keys[name])
 
     def relative(self, name: str, variance: Tensor) -> Tensor:
         """A variance of today as it is kept: in terms of the pre-trained network's time."""
         eps = self._norms[name].eps
-        return (variance + eps) / self.ratios()[name] - eps
+        return (variance + eps) / self._ratio(name) - eps
 
     def today(self, name: str, kept: Tensor) -> Tensor:
         """What a kept variance is today."""
         eps = self._norms[name].eps
-        return ((kept + eps) * self.ratios()[name] - eps).clamp_(min=0)
+        return ((kept + eps) * self._ratio(name) - eps).clamp_(min=0)
 
     def begin(self) -> None:
         """Remember the weights: a task is going to move them."""
@@ -69,7 +73,7 @@ class VarianceDrift(nn.Module):
 
     @torch.no_grad()
     def _remember(self, name: str, weights: Mapping[str, Tensor]) -> None:
-        like = self.ratios()[name]
+        like = self._ratio(name)
         known = self._before.setdefault(name, {})
         for key, weight in weights.items():
             if key not in known or known[key].device != like.device or known[key].dtype != weight.dtype:
@@ -109,14 +113,10 @@ class VarianceDrift(nn.Module):
 
     def _variance(self, values: Tensor) -> Tensor:
         """By channel, of the whole batch."""
+        if self.ranks.several:
+            return whole_moments(values, self.ranks)[1]
         axes = [axis for axis in range(values.dim()) if axis != 1]
-        if not self.ranks.several:
-            return values.float().var(axes, correction=0)
-        values = values.double()
-        count = values.new_full((values.shape[1],), values.numel() / values.shape[1])
-        sums = [count, values.sum(axes), values.square().sum(axes)]
-        self.ranks.add_up(sums)
-        return sums[2] / sums[0] - (sums[1] / sums[0]).square()
+        return values.float().var(axes, correction=0)
 
     @torch.no_grad()
     def _take_over(self, batches: int) -> None:
