@@ -70,9 +70,14 @@ class TrainStep:
         return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     @torch.no_grad()
-    def measure(self, *batches: Tensor) -> None:
-        """Take batches of pixels through the network for their statistics alone, as they are taken in training."""
-        with self._autocast():
+    def measure(self, half: bool, *batches: Tensor) -> None:
+        """Take batches of pixels through the network for their statistics alone, as they are taken in training.
+
+        Args:
+            half: in float16, which is more exact than bfloat16 and, batch norm being cuDNN's then, faster; too large
+                values become infinite.
+        """
+        with self._autocast(torch.float16 if half else torch.bfloat16):
             self.net.take_in(*(partial(self.task.inputs, pixels) for pixels in batches))
 
     def kind(self, trains: frozenset[str], tracking: bool, index: int) -> Hashable:
@@ -88,7 +93,7 @@ class TrainStep:
         task = (len(self.task.classes), self.task.groups, self.task.preprocess)
         return (trains, tracking, task, penalties, None if stateless else index)
 
-    def _autocast(self) -> torch.autocast:
+    def _autocast(self, dtype: torch.dtype = torch.bfloat16) -> torch.autocast:
         # Without its cache of cast weights, which would outlive the step that it was captured in.
         bf16 = self.settings.bf16(self.device)
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False)
+        return torch.autocast(self.device.type, dtype, enabled=bf16, cache_enabled=False)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from confitune.engine.augment import draw_noise
 from confitune.engine.capture import Executor
+from confitune.engine.context import context_of
 from confitune.engine.events import EpochEnd, Listener
 from confitune.engine.feed import batches, place_task, to_device
+from confitune.engine.parameters import TrainedParameters
 from confitune.engine.readings import EpochReadings
 from confitune.engine.settings import TrainSettings, derived_generator, derived_seed
 from confitune.engine.step import TrainStep
 from confitune.errors import ConfituneError
-from confitune.methods import METHODS, Method, Stage, TaskContext
-from confitune.nn import ContinualNet
+from confitune.methods import METHODS, Method, Stage
+from confitune.nn import ContinualNet, InfiniteError
 from confitune.tasks import Task
 
 
@@ -115,8 +118,9 @@ class TaskFit:
             net.add_task(task.name, task.classes, derived_generator(settings.seed, "head", self.index))
         net.set_task(task.name)
         self.stages = method.stages(settings.epochs, self.index)
-        self.parameters = self._trained_parameters()
-        self.optimizer = self._optimizer()
+        on_gpu = self.device.type == "cuda"
+        self.parameters = TrainedParameters(net, self.stages, settings, self.executor.lr, on_gpu)
+        self.optimizer = self.parameters.optimizer
         self.step = TrainStep(net, self.task, method.penalties, self.optimizer, settings, self.device)
         self._under_way: deque[_Epoch] = deque()
 
@@ -126,13 +130,16 @@ class TaskFit:
 
     def run(self, after_epoch: Callable[[], None] = lambda: None) -> None:
         """Train what is left of the task and finish it."""
-        context = self._context()
+        context = context_of(self)
         for penalty in self.method.penalties:
             penalty.attach(self.net)
         try:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 if self.epoch == 0:
                     torch.manual_seed(derived_seed(self.settings.seed, "begin", self.index))
+                    if any(penalty.settles(context) for penalty in self.method.penalties):
+                        self.epoch = self.settings.epochs
+                        return
                     for penalty in self.method.penalties:
                         penalty.begin_task(context)
                 for stage, epoch in self._remaining():
@@ -143,14 +150,30 @@ class TaskFit:
                     self.epoch = epoch + 1
                     after_epoch()
                 self.report()
-                self._unfreeze()
+                self.parameters.unfreeze()
                 for penalty in self.method.penalties:
                     penalty.end_task(context)
-                torch.manual_seed(derived_seed(self.settings.seed, *self.ranks.own("pass", self.index)))
-                pixels = (pixels for pixels, _ in self._batches(self._order("pass", 0)))
-                self.net.finish_task(pixels, self._measure, self.executor.lanes)
+                self._finish()
         finally:
-            self._unfreeze()
+            self.parameters.unfreeze()
+
+    def _finish(self) -> None:
+        half = self.device.type == "cuda" and self.settings.bf16(self.device)
+        try:
+            self._measured("pass", self.net.finish_task, self._order("pass", 0), half)
+        except InfiniteError:
+            if not half:
+                raise
+            self._measured("pass", self.net.finish_task, self._order("pass", 0), half=False)
+
+    def measure(self, order: Tensor) -> None:
+        """Statistics of the training images at these positions, into the network's live slot."""
+        self._measured("measure", self.net.measure, order, half=False)
+
+    def _measured(self, purpose: str, measure: Callable[..., None], order: Tensor, half: bool) -> None:
+        torch.manual_seed(derived_seed(self.settings.seed, *self.ranks.own(purpose, self.index)))
+        pixels = (pixels for pixels, _ in self._batches(order))
+        measure(pixels, partial(self._measure, half), self.executor.lanes)
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on after the last whole epoch; the network's own state is not in it."""
@@ -169,7 +192,7 @@ class TaskFit:
             for _ in range(stage.epochs):
                 if epoch >= self.epoch:
                     if not announced:
-                        self._freeze(stage.trains)
+                        self.parameters.freeze_but(stage.trains)
                         self.listener.stage_started(stage.name)
                         announced = True
                     yield stage, epoch
@@ -241,9 +264,10 @@ class TaskFit:
             f"{done.stage.name!r}); try a learning rate below {done.lr:g}{weaker}"
         )
 
-    def _measure(self, *batches: Tensor) -> None:
+    def _measure(self, half: bool, *batches: Tensor) -> None:
         comparing = self.net.drift is not None and self.net.drift.active
-        self.executor(("measure", comparing, self.task.preprocess), self.step.measure, *batches)
+        kind = ("measure", comparing, half, self.task.preprocess)
+        self.executor(kind, partial(self.step.measure, half), *batches)
 
     def _matters(self, step: int) -> bool:
         """Whether a step weighs anything in the final average of the input statistics."""
@@ -254,87 +278,21 @@ class TaskFit:
         return momentum is None or left <= self.settings.tracked_steps(momentum)
 
     def _order(self, purpose: str, epoch: int) -> Tensor:
-        generator = derived_generator(self.settings.seed, purpose, self.index, epoch)
-        order = torch.randperm(len(self.task.train), generator=generator)
-        return order[: self.steps_an_epoch * self.batch_size]
+        return self.drawn(self.steps_an_epoch * self.batch_size, purpose, epoch)
+
+    def drawn(self, images: int, *purpose: object) -> Tensor:
+        """Positions of so many training images, in random order."""
+        generator = derived_generator(self.settings.seed, purpose[0], self.index, *purpose[1:])
+        return torch.randperm(len(self.task.train), generator=generator)[:images]
 
     def _batches(self, order: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         return batches(self.task.train, self.batch_size, self.device, order, self.ranks)
 
-    def _trained_parameters(self) -> dict[str, list[nn.Parameter]]:
-        net = self.net
-        return {
-            "head": [*net.head.parameters()],
-            "norm": net.norm_parameters(),
-            "conv": net.conv_parameters(),
-            "calibration": net.calibration_parameters(),
-        }
-
-    def _optimizer(self) -> torch.optim.Optimizer:
-        trained = [
-            parameter
-            for part, parameters in self.parameters.items()
-            if any(part in stage.trains for stage in self.stages)
-            for parameter in parameters
-        ]
-        settings, lr = self.settings, self.executor.lr
-        on_gpu: dict[str, Any] = {"fused": True} if self.device.type == "cuda" else {}
-        if settings.optimizer == "sgd":
-            sgd = torch.optim.SGD(trained, lr, settings.momentum, weight_decay=settings.weight_decay, **on_gpu)
-            if settings.momentum:  # all at once, though stages train some later: fused kernels take all or none
-                for parameter in trained:
-                    sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            return sgd
-        if on_gpu:
-            on_gpu["capturable"] = True
-        adam = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-        return adam(trained, lr, weight_decay=settings.weight_decay, **on_gpu)
-
-    def _freeze(self, trains: frozenset[Any]) -> None:
-        """Only `trains` gets gradients: backward then stops where nothing below is trained."""
-        self.optimizer.zero_grad(set_to_none=True)
-        for part, parameters in self.parameters.items():
-            for parameter in parameters:
-                parameter.requires_grad_(part in trains)
-
-    def _unfreeze(self) -> None:
-        self._freeze(frozenset(self.parameters))
-
-    def _train_one(self, epoch: int) -> None:
+    def train_one(self, epoch: int) -> None:
         """One epoch out of order: nothing is begun or finished."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             self.epoch = epoch
             stage, _ = next(self._remaining())
             self._train_epoch(stage, epoch)
             self.report()
-            self._unfreeze()
-
-    def _context(self) -> TaskContext:
-        def train(other: ContinualNet, only_epoch: int | None = None) -> None:
-            bare = replace(self.method, penalties=())
-            fit = TaskFit(other, self.task, bare, self.settings, Listener(), self.index, self.executor.of(other))
-            if only_epoch is None:
-                fit.run()
-            else:
-                fit._train_one(only_epoch)
-
-        def stored_order(size: int) -> Iterator[tuple[Tensor, Tensor]]:
-            whole = torch.arange(len(self.task.train)).split(size)
-            own = whole[self.ranks.rank :: self.ranks.size]  # only the last of all may be smaller
-            for pixels, labels in batches(self.task.train, size, self.device, torch.cat(own) if own else whole[0][:0]):
-                yield self.task.inputs(pixels), labels
-
-        def run(net: ContinualNet, kind: Hashable, function: Callable[..., None], *inputs: Tensor) -> None:
-            executor = self.executor if net is self.net else self.executor.of(net)
-            executor(kind, function, *inputs, trains=False)
-
-        return TaskContext(
-            net=self.net,
-            index=self.index,
-            epochs=self.settings.epochs,
-            images=len(self.task.train),
-            batches=stored_order,
-            train=train,
-            run=run,
-            seed=derived_seed(self.settings.seed, "penalty", self.index),
-        )
+            self.parameters.unfreeze()

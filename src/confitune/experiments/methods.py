@@ -17,7 +17,7 @@ NETWORK = "resnet18"
 _IN_ADDITION: Mapping[str, str] = {
     "finetune": "nothing",
     "confit": "input means in a task's last steps, recovery before a test; convolutions rest in the first half",
-    "best": "as confit; a pass and a comparison of weights at a task's end",
+    "best": "as confit; two linear classifiers before a task; a pass and a comparison of weights at its end",
     "hierarchical": "nothing; convolutions rest in the first half of the epochs",
     "finetune-xconv": "input means in a task's last steps, recovery before a test",
     "task-bn": "nothing",
@@ -33,6 +33,7 @@ _IN_ADDITION: Mapping[str, str] = {
     "cpr": "the outputs' entropy in a step",
     "averaging": "a sum of all weights in a task's last steps; measure statistics in a pass",
     "conv-step": "nothing",
+    "probe": "two linear classifiers before a task; for tasks that stay pre-trained nothing else",
     "afec": "a copy learns the task first, one more pass, then the pull in a step",
 }
 

@@ -12,6 +12,7 @@ from confitune.methods.ewc import EWC
 from confitune.methods.mas import MAS
 from confitune.methods.method import Method, MethodOptions, compose
 from confitune.methods.penalty import Penalty, TaskContext, shared_parameters
+from confitune.methods.probe import Probe
 from confitune.methods.rwalk import RWalk
 from confitune.methods.schedule import Part, Schedule, Stage, head_and_norm, head_only, hierarchical, plain
 from confitune.methods.si import SI
@@ -33,7 +34,7 @@ METHODS: dict[str, Method] = {
     )
 }
 PENALTIES: dict[str, type[Penalty]] = {
-    penalty.name: penalty for penalty in (EWC, SI, RWalk, MAS, CPR, AFEC, Averaging, ConvStep)
+    penalty.name: penalty for penalty in (EWC, SI, RWalk, MAS, CPR, AFEC, Averaging, ConvStep, Probe)
 }
 
 

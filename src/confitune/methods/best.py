@@ -9,6 +9,7 @@ variances.
 
 from confitune.methods.conv_step import ConvStep
 from confitune.methods.method import Method
+from confitune.methods.probe import Probe
 from confitune.methods.schedule import hierarchical
 
 BEST = Method(
@@ -16,7 +17,7 @@ BEST = Method(
     hierarchical,
     "xconv",
     "ConFiT with larger steps for what is a task's own, exact statistics, and variances that follow",
-    penalties=(ConvStep(factor=1 / 3),),
-    network={"means": "window", "rank": 2, "statistics": "pass", "variance": "ratio"},
+    penalties=(Probe(), ConvStep(factor=1 / 3)),
+    net_options={"means": "window", "rank": 2, "statistics": "pass", "variance": "ratio"},
     settings={"lr": 0.03},
 )

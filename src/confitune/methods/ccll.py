@@ -45,7 +45,7 @@ def ccll(**options: Any) -> Method:
         "calibrated",
         "frozen backbone, small calibrating convolutions per task; forgets nothing",
         first_schedule=with_backbone if chosen.base == "first-task" else None,
-        network={"start": chosen.start},
+        net_options={"start": chosen.start},
         settings={"epochs": 150, "lr_schedule": "step"},  # lr times 0.1 at 50, 100 and 125 of 150 epochs
         configure=ccll,
         options=CcllOptions,

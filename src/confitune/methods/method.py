@@ -24,7 +24,7 @@ class Method:
         joint: all tasks are learned at once (the upper bound).
         first_schedule: of the first task, where it differs.
         penalties: that it consists of; further ones are added by name.
-        network: further arguments of `ContinualNet`, where a run does not say otherwise.
+        net_options: its own part of `network`.
         settings: what its paper trains with, where a run does not say otherwise: fields of `TrainSettings`.
         configure: makes the method with options of its own, for those that have any.
         options: what `configure` takes.
@@ -40,7 +40,7 @@ class Method:
     separate: bool = False
     joint: bool = False
     first_schedule: Schedule | None = None
-    network: Mapping[str, Any] = field(default_factory=dict)
+    net_options: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     configure: Callable[..., Method] | None = None
     options: type[BaseModel] | None = None
@@ -52,6 +52,14 @@ class Method:
             raise ConfituneError(f"{self.name}: a penalty on earlier tasks makes no sense where there are none")
         if self.penalties and self.norm in ("frozen", "calibrated"):
             raise ConfituneError(f"{self.name}: a penalty has nothing to hold where the backbone never moves")
+        needing = [part.name for part in self.penalties if part.network and self.norm != "xconv"]
+        if needing:
+            raise ConfituneError(f"{self.name}: {needing[0]} is for networks with Xconv BN: confit+{needing[0]}")
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """Further arguments of `ContinualNet`, where a run does not say otherwise: its own and those of its parts."""
+        return {name: value for part in self.penalties for name, value in part.network.items()} | dict(self.net_options)
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
         """Of the task with this index (from 0)."""
@@ -68,8 +76,8 @@ def compose(
 ) -> Method:
     """The method that a name such as 'confit' or 'mas+confit' stands for.
 
-    Parts are joined by '+': at most one base method (default: `default`), and penalties. The paper's names 'mas-cpr'
-    and 'mas-afec' stand for 'mas+cpr' and 'mas+afec'.
+    Parts are joined by '+': at most one base method (default: `default`, or 'confit' for a part that needs Xconv BN) and
+    penalties. The paper's names 'mas-cpr' and 'mas-afec' stand for 'mas+cpr' and 'mas+afec'.
     """
     options = options or {}
     parts = [part for joined in name.split("+") for part in _PAPER_NAMES.get(joined, joined).split("+")]
@@ -85,7 +93,7 @@ def compose(
     added = [penalties[part](**options.get(part, {})) for part in parts if part not in bases]
     if len(found) > 1:
         raise ConfituneError(f"{name!r} names {len(found)} base methods ({', '.join(m.name for m in found)}); give one")
-    base = found[0] if found else bases[default]
+    base = found[0] if found else bases["confit" if any(part.network for part in added) else default]
     # Anew, too: a part may keep something of the network that it serves.
     own = [type(part)(**{**part.options.model_dump(), **options.get(part.name, {})}) for part in base.penalties]
     twice = {part.name for part in own} & {part.name for part in added}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -21,9 +22,15 @@ class TaskContext:
     index: int  # of the task, from 0
     epochs: int  # that it is trained for
     images: int  # in its training set
+    classes: int
+    labels: Tensor  # of the training images
     # Batch size -> inputs and labels, in stored order; processes that train together take turns, a whole batch each.
     batches: Callable[[int], Iterable[tuple[Tensor, Tensor]]]
     train: Callable[..., None]  # train(other, only_epoch=None): train another network on this task, without penalties
+    sample: Callable[[int], Tensor]  # positions of at most so many training images, drawn at random, in whole batches
+    measure: Callable[[Tensor], None]  # statistics of the training images at these positions, into the live slot
+    features: Callable[[Tensor], Tensor]  # of the training images at these positions, in evaluation mode [N, F]
+    note: Callable[[str], None]  # tell a person
     run: Callable[..., None]  # run(net, kind, function, *tensors): the function, captured where that is faster
     seed: int  # for what a penalty draws in this task
 
@@ -57,12 +64,17 @@ class Penalty:
     summary: ClassVar[str] = ""
     reference: ClassVar[str] = ""
     Options: ClassVar[type[PartOptions]] = PartOptions
+    network: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # arguments of `ContinualNet` that it needs
 
     def __init__(self, **options: Any) -> None:
         self.options: Any = checked_options(self.Options, self.name, options)
 
     def attach(self, net: ContinualNet) -> None:
         """The network is where it will be trained: what was loaded from a checkpoint goes there, too."""
+
+    def settles(self, context: TaskContext) -> bool:
+        """Whether it has finished the task by itself: asked before anything else, and nothing is trained then."""
+        return False
 
     def begin_task(self, context: TaskContext) -> None:
         """Before the first step of a task."""

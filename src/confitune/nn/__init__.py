@@ -9,10 +9,12 @@ from confitune.nn.backbones import (
     state_sha256,
     without_memory,
 )
-from confitune.nn.continual import ContinualNet, Norm
+from confitune.nn.continual import ContinualNet
 from confitune.nn.convert import ConversionReport, LayerReport, NoBatchNormError, convert_xconv_bn, require_batch_norm
 from confitune.nn.geometry import ConvGeometry
 from confitune.nn.input_means import InputMeans
+from confitune.nn.learning import Norm
+from confitune.nn.measuring import InfiniteError
 from confitune.nn.recovery import recover_output_mean, window_means_from_phases
 from confitune.nn.slots import TaskStorage
 from confitune.nn.xconv import TaskBatchNorm1d, TaskBatchNorm2d, XconvBatchNorm1d, XconvBatchNorm2d
@@ -22,6 +24,7 @@ __all__ = [
     "ContinualNet",
     "ConvGeometry",
     "ConversionReport",
+    "InfiniteError",
     "InputMeans",
     "LayerReport",
     "NoBatchNormError",

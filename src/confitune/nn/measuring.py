@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 
@@ -10,12 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from confitune.errors import ConfituneError
 from confitune.nn.geometry import Size
 from confitune.nn.lanes import Lane, forked, moments_of
 from confitune.nn.slots import TaskSlots
 from confitune.nn.whole_batch import WholeBatchNorm
 from confitune.nn.xconv import TaskNorm
 from confitune.ranks import Ranks
+
+
+class InfiniteError(ConfituneError):
+    """What was measured is not finite."""
 
 
 class MeasuredSlots(TaskSlots):
@@ -65,6 +70,9 @@ class MeasuredSlots(TaskSlots):
             forward: takes batches through this network, preprocessed or captured: one by calling it, up to `at_once` by
                 `take_in`; default: the network.
             at_once: how many it is given; the result is the same, bit for bit.
+
+        Raises:
+            InfiniteError: some statistic is not finite; all are then as if nothing had been measured.
         """
         was_training, norms = self.training, self._measured_norms()
         statistics = list(self._memory.statistics.values())
@@ -99,6 +107,20 @@ class MeasuredSlots(TaskSlots):
                 s.cumulative = s.momentum is None
                 s.tracking = tracking
             self.train(was_training)
+        self._require_finite(moments)
+
+    def _require_finite(self, moments: Sequence[Tensor]) -> None:
+        measured = [*moments, *(table for s in self._memory.statistics.values() for table in s.tables)]
+        if not measured or bool(torch.stack(torch._foreach_norm(measured, float("inf"))).isfinite().all()):
+            return
+        for mean, var in zip(moments[::2], moments[1::2], strict=True):
+            mean.zero_()
+            var.fill_(1)
+        self._reset_statistics()
+        raise InfiniteError(
+            f"the statistics of task {self.current_task!r} are not finite: its weights have outgrown what batch norm "
+            "can follow, try a smaller learning rate"
+        )
 
     def take_in(self, *inputs: Callable[[], Tensor]) -> None:
         """Within `measure`: batches through the backbone for their statistics alone, captured ones at the same time.

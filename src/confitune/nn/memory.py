@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,14 @@ from confitune.errors import ConfituneError
 from confitune.nn.geometry import Size
 from confitune.nn.input_means import InputMeans
 from confitune.nn.low_rank import factored, is_shorter, product
+from confitune.nn.pretrained import PretrainedState
 from confitune.nn.variance import VarianceDrift
 from confitune.nn.xconv import TaskNorm, XconvNorm
+
+# What a row holds of the live slot: of an unfinished task everything, as it is; of a finished one no output means that
+# can be recovered, variances in terms of pre-training's time, tables of input means perhaps as products; of the
+# pre-trained state everything, variances likewise.
+Layout = Literal["unfinished", "finished", "pretrained"]
 
 
 @dataclass
@@ -29,9 +36,15 @@ class TaskEntry:
     classes: tuple[str, ...]
     row: Tensor
     finished: bool = False
+    pretrained: bool = False  # it is normalised by the state of pre-training, and its row is a head alone
     image_size: Size | None = None  # of the images its statistics were measured on
     sizes: tuple[Size | None, ...] = ()  # of the tensors the statistics belong to
     batches: tuple[int, ...] = ()  # how many batches the statistics have seen
+
+    @property
+    def layout(self) -> Layout:
+        """Of its row, where that is more than a head."""
+        return "finished" if self.finished else "unfinished"
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,7 @@ class TaskMemory:
     tasks: dict[str, TaskEntry] = field(default_factory=dict)
     drift: VarianceDrift | None = None  # a finished task's variances are relative to it
     rank: int | None = None  # of what is kept of a finished task's tables of input means; None: all of it
+    pretrained: PretrainedState | None = None  # what tasks may share instead of a state of their own
 
     @classmethod
     def of(cls, backbone: nn.Module) -> TaskMemory:
@@ -95,32 +109,59 @@ class TaskMemory:
         """Pack the live slot into `entry`."""
         for statistics in self.statistics.values():
             statistics.fold()
-        parts = [self._kept(slot, finished) for slot in self._slots(finished)]
-        entry.row = torch.cat([part.reshape(-1) for part in (*parts, head.weight.detach(), head.bias.detach())])
-        entry.finished = finished
+        entry.finished, entry.pretrained = finished, False
+        entry.row = torch.cat([self.packed(entry.layout), _packed_head(head)])
         entry.sizes = tuple(statistics.size for statistics in self.statistics.values())
         entry.batches = tuple(statistics.batches for statistics in self.statistics.values())
+
+    def store_head(self, entry: TaskEntry, head: nn.Linear) -> None:
+        """Finish `entry` with nothing of its own but a head."""
+        entry.finished = entry.pretrained = True
+        entry.row, entry.sizes, entry.batches = _packed_head(head), (), ()
 
     @torch.no_grad()
     def load(self, entry: TaskEntry, head: nn.Linear) -> None:
         """Copy a task's row into the live slot; layers that recover their mean keep a stale one until prepared."""
-        slots, of_head = self._slots(entry.finished), [head.weight.detach(), head.bias.detach()]
-        shapes = [self._kept_shape(slot, entry.finished) for slot in slots]
-        *kept, weight, bias = _split(entry.row, [*shapes, *(tuple(part.shape) for part in of_head)])
-        values = [self._live(slot, part, entry.finished) for slot, part in zip(slots, kept, strict=True)]
-        torch._foreach_copy_([*(slot.tensor for slot in slots), *of_head], [*values, weight, bias])
-        for statistics, size, batches in zip(self.statistics.values(), entry.sizes, entry.batches, strict=True):
-            statistics.restore(size, batches)
+        of_head = [head.weight.detach(), head.bias.detach()]
+        numbers = sum(part.numel() for part in of_head)
+        if entry.pretrained:
+            self._pretrained().load()
+        else:
+            self.unpack(entry.row[:-numbers], entry.layout)
+            for statistics, size, batches in zip(self.statistics.values(), entry.sizes, entry.batches, strict=True):
+                statistics.restore(size, batches)
+        torch._foreach_copy_(of_head, _split(entry.row[-numbers:], [tuple(part.shape) for part in of_head]))
+
+    def packed(self, layout: Layout) -> Tensor:
+        """The live slot without its head as one row."""
+        return torch.cat([self._kept(slot, layout).reshape(-1) for slot in self._slots(layout)] or [torch.empty(0)])
+
+    @torch.no_grad()
+    def unpack(self, row: Tensor, layout: Layout) -> None:
+        """Copy such a row into the live slot."""
+        slots = self._slots(layout)
+        kept = _split(row, [self._kept_shape(slot, layout) for slot in slots])
+        values = [self._live(slot, part, layout) for slot, part in zip(slots, kept, strict=True)]
+        if slots:
+            torch._foreach_copy_([slot.tensor for slot in slots], values)
+
+    def unpacked(self, row: Tensor, layout: Layout) -> dict[str, Tensor]:
+        """Such a row as named views: keys name layers, never the task, so a saved task can be renamed or moved."""
+        shapes = {slot.key: self._kept_shape(slot, layout) for slot in self._slots(layout)}
+        return dict(zip(shapes, _split(row, list(shapes.values())), strict=True))
 
     def named_parts(self, entry: TaskEntry) -> dict[str, Tensor]:
-        """The row as named views: keys name layers, never the task, so a saved task can be renamed or moved."""
-        features = (entry.row.numel() - self.norm_numbers(entry.finished)) // len(entry.classes) - 1
-        shapes = self.shapes(entry.finished, len(entry.classes), features)
-        return dict(zip(shapes, _split(entry.row, list(shapes.values())), strict=True))
+        """A task's whole row as named views."""
+        own = 0 if entry.pretrained else self.norm_numbers(entry.layout)
+        classes, of_head = len(entry.classes), entry.row[own:]
+        weight, bias = of_head[:-classes].view(classes, -1), of_head[-classes:]
+        norm = self.unpacked(entry.row[:own], entry.layout) if own else {}
+        return {**norm, "head.weight": weight, "head.bias": bias}
 
-    def shapes(self, finished: bool, classes: int, features: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of a row's parts, in their order."""
-        norm = {slot.key: self._kept_shape(slot, finished) for slot in self._slots(finished)}
+    def shapes(self, layout: Layout | None, classes: int, features: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a row's parts, in their order; of a head alone where there is no layout."""
+        slots = [] if layout is None else self._slots(layout)
+        norm = {slot.key: self._kept_shape(slot, layout) for slot in slots if layout is not None}
         return {**norm, "head.weight": (classes, features), "head.bias": (classes,)}
 
     def stored_tables(self, task: str, statistics: InputMeans) -> tuple[list[Tensor], Size | None]:
@@ -130,42 +171,59 @@ class TaskMemory:
         name = list(self.statistics)[place]
         if not entry.finished:  # what is stored of it may be older than what is live
             raise ConfituneError(f"task {task!r} is not finished, so its input statistics still move: finish it first")
+        keys = [self.table_key(name, table) for table in range(len(statistics.tables))]
+        if entry.pretrained:
+            state = self._pretrained()
+            parts = state.parts()
+            return [parts[key] for key in keys], state.sizes[place]
         parts = self.named_parts(entry)
-        slots = {slot.key: slot for slot in self._slots(finished=True)}
-        keys = [_table_key(name, table) for table in range(len(statistics.tables))]
-        return [self._live(slots[key], parts[key], finished=True) for key in keys], entry.sizes[place]
+        slots = {slot.key: slot for slot in self._slots("finished")}
+        return [self._live(slots[key], parts[key], "finished") for key in keys], entry.sizes[place]
 
-    def norm_numbers(self, finished: bool) -> int:
+    def offset(self, task: str, norm: XconvNorm) -> Tensor | None:
+        """What a task's output mean is beyond what its stored tables recover; None: nothing."""
+        return self._pretrained().offset(norm) if self.entry(task).pretrained else None
+
+    def norm_numbers(self, layout: Layout) -> int:
         """How many numbers of a row are not the head's."""
-        return sum(math.prod(self._kept_shape(slot, finished)) for slot in self._slots(finished))
+        return sum(math.prod(self._kept_shape(slot, layout)) for slot in self._slots(layout))
 
-    def _kept(self, slot: _Slot, finished: bool) -> Tensor:
+    def _pretrained(self) -> PretrainedState:
+        if self.pretrained is None:
+            raise ConfituneError(
+                "a task that shares the pre-trained state needs a network that keeps it: ContinualNet(..., "
+                "keep_pretrained=True)"
+            )
+        return self.pretrained
+
+    def _kept(self, slot: _Slot, layout: Layout) -> Tensor:
         """What is kept of a live tensor."""
-        if finished and slot.drifts and self.drift is not None:
+        if layout != "unfinished" and slot.drifts and self.drift is not None:
             return self.drift.relative(slot.norm, slot.tensor)
-        rank = self._rank_of(slot, finished)
+        rank = self._rank_of(slot, layout)
         return slot.tensor if rank is None else factored(slot.tensor, rank)
 
-    def _live(self, slot: _Slot, kept: Tensor, finished: bool) -> Tensor:
+    def _live(self, slot: _Slot, kept: Tensor, layout: Layout) -> Tensor:
         """What a live tensor is to be for what was kept of it."""
-        if finished and slot.drifts and self.drift is not None:
+        if layout != "unfinished" and slot.drifts and self.drift is not None:
             return self.drift.today(slot.norm, kept)
-        return kept if self._rank_of(slot, finished) is None else product(kept, tuple(slot.tensor.shape))
+        return kept if self._rank_of(slot, layout) is None else product(kept, tuple(slot.tensor.shape))
 
-    def _kept_shape(self, slot: _Slot, finished: bool) -> tuple[int, ...]:
-        shape, rank = tuple(slot.tensor.shape), self._rank_of(slot, finished)
+    def _kept_shape(self, slot: _Slot, layout: Layout) -> tuple[int, ...]:
+        shape, rank = tuple(slot.tensor.shape), self._rank_of(slot, layout)
         return shape if rank is None else (shape[0] + shape[1] * shape[2], rank)
 
-    def _rank_of(self, slot: _Slot, finished: bool) -> int | None:
+    def _rank_of(self, slot: _Slot, layout: Layout) -> int | None:
         """Of the product that a table is kept as; None: it is kept as it is."""
-        shorter = finished and slot.is_table and is_shorter(tuple(slot.tensor.shape), self.rank)
+        shorter = layout == "finished" and slot.is_table and is_shorter(tuple(slot.tensor.shape), self.rank)
         return self.rank if shorter else None
 
-    def _slots(self, finished: bool) -> list[_Slot]:
+    def _slots(self, layout: Layout) -> list[_Slot]:
         slots = []
         for name, norm in self.norms.items():
             recovers = isinstance(norm, XconvNorm)
-            fields = ["weight", "bias", "running_var"] + ([] if recovers and finished else ["running_mean"])
+            fields = ["weight", "bias", "running_var"]
+            fields += [] if recovers and layout == "finished" else ["running_mean"]
             slots += [
                 _Slot(f"{name}.{f}", norm, f, norm=name if recovers else "")
                 for f in fields
@@ -182,14 +240,19 @@ class TaskMemory:
                     slots.append(_Slot(f"{name}.calibration.{part}", module, field))
         for name, statistics in self.statistics.items():
             slots += [
-                _Slot(_table_key(name, table), statistics, f"table{table}", is_table=True)
+                _Slot(self.table_key(name, table), statistics, f"table{table}", is_table=True)
                 for table in range(len(statistics.tables))
             ]
         return slots
 
+    @staticmethod
+    def table_key(conv: str, table: int) -> str:
+        """The name of one table of input means in a row."""
+        return f"{conv}.input_means" + (f".{table}" if table else "")
 
-def _table_key(conv: str, table: int) -> str:
-    return f"{conv}.input_means" + (f".{table}" if table else "")
+
+def _packed_head(head: nn.Linear) -> Tensor:
+    return torch.cat([head.weight.detach().reshape(-1), head.bias.detach()])
 
 
 def _split(row: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

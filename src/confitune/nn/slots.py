@@ -85,13 +85,13 @@ class TaskSlots(nn.Module):
     @property
     def numbers_per_task(self) -> int:
         """Batch-norm state and input statistics of a finished task, without its head."""
-        return self._memory.norm_numbers(finished=True)
+        return self._memory.norm_numbers("finished")
 
     def storage(self) -> dict[str, TaskStorage]:
         """What each task takes, measured from what is stored."""
         sizes = {}
         for name, entry in self.tasks.items():
-            norm = self._memory.norm_numbers(entry.finished)
+            norm = 0 if entry.pretrained else self._memory.norm_numbers(entry.layout)
             sizes[name] = TaskStorage(norm, entry.row.numel() - norm, entry.row.numel() * entry.row.element_size())
         return sizes
 

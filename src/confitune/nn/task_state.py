@@ -10,14 +10,20 @@ from torch import Tensor
 
 from confitune.errors import ConfituneError
 from confitune.nn.geometry import Size
-from confitune.nn.memory import TaskEntry, TaskMemory
+from confitune.nn.memory import Layout, TaskEntry, TaskMemory
 
 
 def task_to_state(memory: TaskMemory, entry: TaskEntry) -> dict[str, Tensor]:
-    """A task as named tensors; sizes that statistics were measured at come along as small integer tensors."""
+    """A task as named tensors; sizes that statistics were measured at come along as small integer tensors.
+
+    One that shares the pre-trained state has none: it says so by a tensor named 'pretrained'.
+    """
     state = {key: part.clone() for key, part in memory.named_parts(entry).items()}
-    for conv, size, batches in zip(memory.statistics, entry.sizes, entry.batches, strict=True):
-        state[f"{conv}.input_size"] = torch.tensor([*(size or (0, 0)), batches])
+    if entry.pretrained:
+        state["pretrained"] = torch.tensor(True)
+    else:
+        for conv, size, batches in zip(memory.statistics, entry.sizes, entry.batches, strict=True):
+            state[f"{conv}.input_size"] = torch.tensor([*(size or (0, 0)), batches])
     state["image_size"] = torch.tensor(entry.image_size or (0, 0))
     state["finished"] = torch.tensor(entry.finished)
     return state
@@ -27,9 +33,13 @@ def task_from_state(
     memory: TaskMemory, name: str, state: Mapping[str, Tensor], classes: Sequence[str], features: int, like: Tensor
 ) -> TaskEntry:
     """The entry for a task's named tensors, checked against what this network keeps."""
-    finished = bool(state["finished"].all()) if "finished" in state else False
-    expected = memory.shapes(finished, len(classes), features)
-    extra = {f"{conv}.input_size": (3,) for conv in memory.statistics} | {"image_size": (2,), "finished": ()}
+    finished, pretrained = ("finished" in state and bool(state["finished"].all())), "pretrained" in state
+    if pretrained and memory.pretrained is None:
+        raise ConfituneError(f"task {name!r} shares the pre-trained state, which this network does not keep")
+    layout: Layout | None = None if pretrained else "finished" if finished else "unfinished"
+    expected = memory.shapes(layout, len(classes), features)
+    sized = [] if pretrained else list(memory.statistics)
+    extra = {f"{conv}.input_size": (3,) for conv in sized} | {"image_size": (2,), "finished": ()}
     for key, shape in (expected | extra).items():
         if key not in state or tuple(state[key].shape) != shape:
             got = f"of shape {tuple(state[key].shape)}" if key in state else "missing"
@@ -41,12 +51,15 @@ def task_from_state(
         values = state[key]
         if values.is_floating_point() or values.is_complex() or not bool((values.long() >= 0).all()):
             raise ConfituneError(f"task {name!r}: {key} must hold whole numbers from 0 on and holds {values.tolist()}")
-    triples = [state[f"{conv}.input_size"].tolist() for conv in memory.statistics]
+    if pretrained and not finished:
+        raise ConfituneError(f"task {name!r} shares the pre-trained state and says that it is not finished")
+    triples = [state[f"{conv}.input_size"].tolist() for conv in sized]
     height, width = state["image_size"].tolist()
     return TaskEntry(
         classes=tuple(classes),
         row=torch.cat([state[key].reshape(-1).to(like) for key in expected]),
         finished=finished,
+        pretrained=pretrained,
         image_size=(height, width) if height else None,
         sizes=tuple((h, w) if h else None for h, w, _ in triples),
         batches=tuple(batches for _, _, batches in triples),

@@ -123,7 +123,7 @@ class VarianceDrift(nn.Module):
         for name, ratio in self.ratios().items():
             before, after = self._sums[name]
             eps = self._norms[name].eps * batches  # sums, as they are
-            ratio.mul_(((after + eps) / (before + eps)).clamp(1 / MOST, MOST))
+            ratio.mul_(((after + eps) / (before + eps)).nan_to_num(nan=1.0).clamp(1 / MOST, MOST))
 
     def state(self) -> dict[str, Any]:
         """Everything, for a checkpoint."""

@@ -111,6 +111,7 @@ class XconvNorm(TaskNorm):
 
         Without a task: from the statistics that are live in the layer.
         """
+        offset = None
         if task is None:
             if not self.input_statistics.batches:
                 raise ConfituneError("no input statistics yet: run training batches through the network first")
@@ -120,8 +121,10 @@ class XconvNorm(TaskNorm):
                 raise ConfituneError("stored tasks live in a ContinualNet: make one of the unconverted network")
             tables, size = self._memory[0].stored_tables(task, self.input_statistics)
             means = self.input_statistics.window_means(self._reader, tables, size)
+            offset = self._memory[0].offset(task, self)
         weight, bias = self._weight_in_use()
-        return recover_output_mean(weight, bias, means, getattr(self.conv, "groups", 1))
+        recovered = recover_output_mean(weight, bias, means, getattr(self.conv, "groups", 1))
+        return recovered if offset is None else recovered + offset
 
     def _weight_in_use(self) -> tuple[Tensor, Tensor | None]:
         """The weight that forward uses: a standardised or parametrised convolution computes it on the way."""

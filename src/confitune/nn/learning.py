@@ -1,0 +1,289 @@
+"""Learning a task, from its first batch to what is kept of it, and making earlier ones ready again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from confitune.errors import ConfituneError
+from confitune.nn.convert import Statistics
+from confitune.nn.lanes import moments_of
+from confitune.nn.measuring import MeasuredSlots, plane_of
+from confitune.nn.memory import TaskEntry
+from confitune.nn.pretrained import PretrainedState
+from confitune.nn.slots import initialise_head
+from confitune.nn.variance import VarianceDrift
+from confitune.nn.xconv import XconvNorm
+
+Norm = Literal["xconv", "task", "shared", "frozen", "calibrated"]
+
+_COMPARED = 4  # batches that variances before and after a task are taken from
+
+
+class LearningSlots(MeasuredSlots):
+    """Slots that tasks are added to, trained in, and finished."""
+
+    norm: Norm
+    statistics: Statistics
+    rank: int | None
+    drift: VarianceDrift | None  # of variances, where they are followed
+    pretrained: PretrainedState | None  # where it is kept
+    _pristine: dict[str, Tensor]  # what calibrated tasks start from
+
+    def add_task(self, name: str, classes: int | Sequence[str], generator: torch.Generator | None = None) -> None:
+        """Add a task and make it current: the last task's batch-norm state, a fresh head, no input statistics.
+
+        Args:
+            name: of the task.
+            classes: names of the classes, or how many.
+            generator: for the head's initialisation (a CPU generator; default: torch's global one).
+        """
+        if name in self.tasks:
+            raise ConfituneError(f"there is a task {name!r} already; choose another name, or reopen it to train it on")
+        names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
+        if not names or len(set(names)) != len(names):
+            raise ConfituneError(f"task {name!r} needs one or more classes with names of their own, got {list(names)}")
+        if self.tasks:
+            self.prepare(self.last_task)
+            self._store_current()
+        if self.drift is not None and (self.tasks or self.pretrained is not None):
+            self.drift.begin()
+        self._reset_statistics()
+        self._start_calibrations(generator)
+        head = self._head(len(names))
+        initialise_head(head, generator)
+        entry = TaskEntry(names, head.weight.new_empty(0))
+        self._memory.store(entry, head, finished=False)
+        self._memory.tasks[name] = entry
+        self._current = name
+        self._recovered_at = None
+
+    def _norm_state(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{key}": tensor.clone()
+            for name, norm in self._memory.norms.items()
+            for key, tensor in norm.state_dict().items()
+        }
+
+    @torch.no_grad()
+    def _start_calibrations(self, generator: torch.Generator | None) -> None:
+        if self.norm != "calibrated":
+            return
+        for name, norm in self._memory.norms.items():
+            norm.load_state_dict({key: self._pristine[f"{name}.{key}"] for key in norm.state_dict()})
+            if norm.calibrated_by is not None:
+                norm.calibrated_by.reset(generator)
+
+    def finish_task(
+        self,
+        batches: Iterable[Tensor] | None = None,
+        forward: Callable[..., object] | None = None,
+        at_once: int = 1,
+    ) -> None:
+        """End the current task's training: measure what is to be measured, and store its state for good.
+
+        Args:
+            batches: the task's training inputs in batches of the training size; needed for statistics='pass'.
+            forward: how batches go through the network, see `measure`.
+            at_once: how many of them.
+
+        Raises:
+            InfiniteError: what was measured is not finite; the task is then as unfinished as it was.
+        """
+        name = self.current_task
+        entry = self.tasks[name]
+        if entry.finished:
+            raise ConfituneError(f"task {name!r} is finished already")
+        compared: list[Tensor] = []
+        if self.drift is not None and self.drift.waits:
+            if batches is None:
+                raise ConfituneError("variance='ratio' needs the task's training batches: finish_task(batches)")
+            batches = iter(batches)
+            compared = list(islice(batches, _COMPARED))
+            batches = chain(compared, batches)
+        if self.norm == "xconv" and self.statistics == "pass":
+            if batches is None:
+                raise ConfituneError("statistics='pass' needs the task's training batches: finish_task(batches)")
+            self.measure(batches, forward, at_once)
+        if any(not statistics.batches for statistics in self._memory.statistics.values()):
+            raise ConfituneError(f"task {name!r} has seen no training batch: train it before finishing it")
+        if self.drift is not None and compared:
+            self._compare(self.drift, compared, forward)
+        self._memory.store(entry, self.head, finished=True)
+        if self.rank is not None:
+            self._memory.load(entry, self.head)  # it is used as it is kept
+        self._keep_finished(entry)
+
+    def _keep_finished(self, entry: TaskEntry) -> None:
+        entry.image_size = self._image_size
+        self._mixed.forget(self.current_task)  # a row from before may hold for these weights, but not for this state
+        self._recovered_at = None
+
+    @torch.no_grad()
+    def _compare(self, drift: VarianceDrift, batches: Sequence[Tensor], forward: Callable[..., object] | None) -> None:
+        was_training = self.training
+        self.train()
+        try:
+            with self.untracked(), drift.comparing(len(batches)):
+                for batch in batches:
+                    (forward or self)(batch)
+        finally:
+            self.train(was_training)
+
+    def reopen(self, name: str) -> None:
+        """Make a finished task trainable again, from its state under today's weights."""
+        if not self._memory.entry(name).finished:
+            raise ConfituneError(f"task {name!r} is not finished: set_task({name!r}) to train it on")
+        self.prepare(name)
+        self._reset_statistics()
+        self._memory.store(self.tasks[name], self.head, finished=False)
+
+    # ---- without moving anything -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Within, the current, unfinished task's batch norms and statistics may be changed: it all comes back."""
+        entry, was_training = self.tasks[self.current_task], self.training
+        self._store_current()
+        try:
+            yield
+        finally:
+            self._memory.load(entry, self.head)
+            self._recovered_at = None
+            self.train(was_training)
+
+    @contextmanager
+    def at_pretrained(self, measured: int = 0) -> Iterator[None]:
+        """Within, in evaluation mode and in the state of pre-training, as far as it holds for today's weights.
+
+        Args:
+            measured: as many images will go through `features_of`, and what convolutions read of them is kept, so that
+                the state can follow when they move. No task must move them before that was done once.
+        """
+        state = self._require_pretrained()
+        with self.trying(), torch.no_grad():
+            state.load()
+            self._recover(state.means_today())
+            self.eval()
+            if measured:
+                with state.measuring(measured):
+                    yield
+            else:
+                yield
+
+    @torch.no_grad()
+    def features_of(self, x: Tensor) -> Tensor:
+        """What the backbone makes of images in evaluation mode, in the state that it is in."""
+        self._image_size = plane_of(x)
+        return self._run_backbone(x)
+
+    @torch.no_grad()
+    def finish_pretrained(self, weight: Tensor, bias: Tensor) -> None:
+        """End the current task with a head alone: it is used in the state of pre-training, as is every such task.
+
+        Nothing may have been trained since `add_task`.
+
+        Args:
+            weight: of the head, [classes, features].
+            bias: [classes].
+        """
+        state, name = self._require_pretrained(), self.current_task
+        if not state.images:
+            raise ConfituneError("the pre-trained state has not been measured yet: with net.at_pretrained(images): ...")
+        if self.tasks[name].finished:
+            raise ConfituneError(f"task {name!r} is finished already")
+        self.head.weight.copy_(weight)
+        self.head.bias.copy_(bias)
+        entry = self.tasks[name]
+        self._memory.store_head(entry, self.head)
+        self._memory.load(entry, self.head)
+        if self.drift is not None:
+            self.drift.waits = False  # nothing has moved
+        self._keep_finished(entry)
+
+    def _require_pretrained(self) -> PretrainedState:
+        if self.pretrained is None:
+            raise ConfituneError("this network does not keep its pre-trained state: ContinualNet(keep_pretrained=True)")
+        return self.pretrained
+
+    # ---- made ready ------------------------------------------------------------------------------------------------
+
+    def weights_moved(self) -> None:
+        """Say that weights changed where tensor versions do not show it."""
+        self._moves += 1
+
+    @torch.no_grad()
+    def prepare(self, task: str | None = None) -> None:
+        """Make `task` (default: the current one) ready for evaluation: recover its means through today's weights.
+
+        Does nothing where that was done and no weight has moved since.
+        """
+        self.set_task(task if task is not None else self.current_task)
+        entry, key = self.tasks[self.current_task], (self.current_task, self._weights_key())
+        if not entry.finished or self._recovered_at == key:
+            return
+        if entry.pretrained:
+            self._recover(self._require_pretrained().means_today())
+        else:
+            self._recover([norm.recovered_mean() for norm in self._recovering()])
+        self._recovered_at = key
+
+    def _recover(self, means: Sequence[Tensor]) -> None:
+        if means:
+            torch._foreach_copy_([moments_of(norm)[0] for norm in self._recovering()], list(means))
+
+    def _recovering(self) -> list[XconvNorm]:
+        return [norm for norm in self._memory.norms.values() if isinstance(norm, XconvNorm)]
+
+    def _weights_key(self) -> int:
+        convs = [norm.conv for norm in self._recovering()]
+        tensors = (tensor for conv in convs for tensor in (*conv.parameters(), *conv.buffers()))
+        return self._moves + sum(tensor._version for tensor in tensors)
+
+    # ---- in and out ------------------------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What is in no tensor of the network; the batch norm that calibrated tasks start from, too."""
+        drift = {} if self.drift is None else {"drift": self.drift.state()}
+        pretrained = {} if self.pretrained is None else {"pretrained": self.pretrained.state()}
+        return {**super().get_extra_state(), "pristine": self._pristine, **drift, **pretrained}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """See `get_extra_state`."""
+        super().set_extra_state(state)
+        self._pristine = state["pristine"]
+        if self.drift is not None:
+            self.drift.load_state(state["drift"])
+        if self.pretrained is not None:
+            self.pretrained.load_state(state["pretrained"])
+
+    def shared_state_dict(self) -> dict[str, Tensor]:
+        """What all tasks share: the backbone without its batch norms' state, what variances have become, and the state
+        of pre-training where it is kept.
+        """
+        ratios = {} if self.drift is None else self.drift.ratios()
+        kept = {} if self.pretrained is None else self.pretrained.state()
+        return {
+            **super().shared_state_dict(),
+            **{f"{name}.variance_ratio": ratio for name, ratio in ratios.items()},
+            **{f"{_PRETRAINED}{name}": part for name, part in kept.items()},
+        }
+
+    @torch.no_grad()
+    def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `shared_state_dict` gave."""
+        super().load_shared_state_dict(state)
+        if self.drift is not None:
+            for name, ratio in self.drift.ratios().items():
+                ratio.copy_(state[f"{name}.variance_ratio"])
+        if self.pretrained is not None:
+            kept = {key.removeprefix(_PRETRAINED): part for key, part in state.items() if key.startswith(_PRETRAINED)}
+            self.pretrained.load_state(kept)
+
+
+_PRETRAINED = "pretrained."

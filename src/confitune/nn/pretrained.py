@@ -1,0 +1,129 @@
+"""The state that pre-training left, kept beside those of the tasks.
+
+Batch norm's statistics from pre-training come from a million images of all kinds. For a task of few images, or of ones
+that look alike, they can be better than anything measured on the task itself. Tasks for which they are share this one
+state and keep nothing but a head.
+
+Convolutions may move all the same, for other tasks. Then the state follows as a task's own does: with M the means of
+what a convolution reads under this state, which were measured when the weights were W_then,
+
+    mean today = mean then + (W today - W then) M = W today M + offset
+
+so what is kept, once for the network, is the affine parameters, the variances, M and the offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from confitune.nn.geometry import Size
+from confitune.nn.xconv import XconvNorm
+
+if TYPE_CHECKING:
+    from confitune.nn.memory import TaskMemory
+
+
+class PretrainedState(nn.Module):
+    """Of the network whose live slot holds what pre-training left.
+
+    Args:
+        memory: of that network.
+    """
+
+    row: Tensor
+
+    def __init__(self, memory: TaskMemory) -> None:
+        super().__init__()
+        self._memory = memory
+        self.images = 0  # that M was measured on, of all tasks together
+        self.sizes: tuple[Size | None, ...] = (None,) * len(memory.statistics)
+        self.register_buffer("row", memory.packed("pretrained"), persistent=False)
+
+    def parts(self) -> dict[str, Tensor]:
+        """What is kept, by name: views of the row."""
+        return self._memory.unpacked(self.row, "pretrained")
+
+    def load(self) -> None:
+        """Copy it into the live slot; means are those of today only after `means_today` was copied there."""
+        self._memory.unpack(self.row, "pretrained")
+        for statistics, size in zip(self._memory.statistics.values(), self.sizes, strict=True):
+            statistics.restore(size, 1 if self.images else 0)
+
+    def means_today(self) -> list[Tensor]:
+        """Of every layer that recovers its mean, under today's weights; the state must be in the live slot."""
+        parts = self.parts()
+        offsets = {name: parts[f"{name}.running_mean"] for name in self._recovering()}
+        if not self.images:
+            return list(offsets.values())
+        return [norm.recovered_mean() + offsets[name] for name, norm in self._recovering().items()]
+
+    def offset(self, norm: XconvNorm) -> Tensor:
+        """What one layer's mean is beyond what is recovered from M."""
+        return self.parts()[f"{next(name for name, known in self._recovering().items() if known is norm)}.running_mean"]
+
+    @contextmanager
+    def measuring(self, images: int) -> Iterator[None]:
+        """Within, what passes the network, in evaluation mode and in this state, is averaged into M.
+
+        Args:
+            images: how many will.
+        """
+        statistics = list(self._memory.statistics.values())
+        tracked, means = [s.tracking for s in statistics], self.means_today()
+        before = [table.clone() for s in statistics for table in s.tables]
+        for s in statistics:
+            s.reset()
+            s.train()
+            s.tracking = s.cumulative = True
+        try:
+            yield
+        finally:
+            for s, tracking in zip(statistics, tracked, strict=True):
+                s.fold()
+                s.eval()
+                s.cumulative, s.tracking = s.momentum is None, tracking
+        sizes = tuple(s.size for s in statistics)
+        if self.images and sizes != self.sizes:  # M holds for planes of one size: it stays as it is
+            torch._foreach_copy_([table for s in statistics for table in s.tables], before)
+            return
+        weight = images / (self.images + images)
+        torch._foreach_lerp_(before, [table for s in statistics for table in s.tables], weight)
+        torch._foreach_copy_([table for s in statistics for table in s.tables], before)
+        self.images, self.sizes = self.images + images, sizes
+        self._keep(means)
+
+    @torch.no_grad()
+    def _keep(self, means: list[Tensor]) -> None:
+        """Take M from the live tables; means of today stay what they are."""
+        parts = self.parts()
+        for name, statistics in self._memory.statistics.items():
+            for number, table in enumerate(statistics.tables):
+                parts[self._memory.table_key(name, number)].copy_(table)
+        for (name, norm), mean in zip(self._recovering().items(), means, strict=True):
+            parts[f"{name}.running_mean"].copy_(mean - norm.recovered_mean())
+
+    def _recovering(self) -> dict[str, XconvNorm]:
+        return {name: norm for name, norm in self._memory.norms.items() if isinstance(norm, XconvNorm)}
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything, by name."""
+        sizes = zip(self._memory.statistics, self.sizes, strict=True)
+        named = {f"{name}.input_size": torch.tensor(size or (0, 0)) for name, size in sizes}
+        return {**self.parts(), **named, "images": torch.tensor(self.images)}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state` gave."""
+        for key, part in self.parts().items():
+            part.copy_(state[key])
+        sizes = [state[f"{name}.input_size"].tolist() for name in self._memory.statistics]
+        self.sizes = tuple((height, width) if height else None for height, width in sizes)
+        self.images = int(state["images"])
+
+    def extra_repr(self) -> str:
+        return f"images={self.images}"
