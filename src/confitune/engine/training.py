@@ -153,27 +153,26 @@ class TaskFit:
                 self.parameters.unfreeze()
                 for penalty in self.method.penalties:
                     penalty.end_task(context)
-                self._finish()
+                self._measured("pass", self.net.finish_task, self._order("pass", 0))
         finally:
             self.parameters.unfreeze()
 
-    def _finish(self) -> None:
-        half = self.device.type == "cuda" and self.settings.bf16(self.device)
-        try:
-            self._measured("pass", self.net.finish_task, self._order("pass", 0), half)
-        except InfiniteError:
-            if not half:
-                raise
-            self._measured("pass", self.net.finish_task, self._order("pass", 0), half=False)
-
     def measure(self, order: Tensor) -> None:
         """Statistics of the training images at these positions, into the network's live slot."""
-        self._measured("measure", self.net.measure, order, half=False)
+        self._measured("measure", self.net.measure, order)
 
-    def _measured(self, purpose: str, measure: Callable[..., None], order: Tensor, half: bool) -> None:
-        torch.manual_seed(derived_seed(self.settings.seed, *self.ranks.own(purpose, self.index)))
-        pixels = (pixels for pixels, _ in self._batches(order))
-        measure(pixels, partial(self._measure, half), self.executor.lanes)
+    def _measured(self, purpose: str, measure: Callable[..., None], order: Tensor) -> None:
+        """Have the network measure images, in float16 where that is fast and nothing becomes infinite."""
+        fast = self.device.type == "cuda" and self.settings.bf16(self.device)
+        for half in (True, False) if fast else (False,):
+            torch.manual_seed(derived_seed(self.settings.seed, *self.ranks.own(purpose, self.index)))
+            pixels = (pixels for pixels, _ in self._batches(order))
+            try:
+                measure(pixels, partial(self._measure, half), self.executor.lanes)
+                return
+            except InfiniteError:
+                if not half:
+                    raise
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on after the last whole epoch; the network's own state is not in it."""

@@ -37,15 +37,18 @@ def fit_head(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Te
     return scaled.to(features), (bias.detach() - scaled @ centre).to(features)
 
 
-def left_out_mistakes(features: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """For each image whether a linear classifier is wrong on it that was fitted to all the others, as bools [N].
+def unexplained(features: Tensor, labels: Tensor, classes: int) -> float:
+    """What a linear classifier that was fitted to all other images does not tell of an image's class: a share.
 
-    The classifier is ridge regression on one-hot labels Y with an intercept. For it leaving an image out has a closed
-    form: with H the matrix that takes Y to the fitted values, the value that image i gets from the others is
-    (H Y - h Y)_i / (1 - h_i), h the diagonal of H.
+    0 is all right for sure, 1 is as good as the classes' frequencies, more is worse than those. The classifier is ridge
+    regression on one-hot labels Y with an intercept. For it leaving an image out has a closed form: with H the matrix
+    that takes Y to the fitted values, what image i gets from the others is P_i = (H Y - h Y)_i / (1 - h_i), h the
+    diagonal of H. The share is |P - Y|^2 / |Y - mean Y|^2.
 
-    >>> left_out_mistakes(torch.tensor([[0.0], [1.0], [2.0], [7.0], [8.0], [9.0]]), torch.tensor([0, 0, 0, 1, 1, 0]), 2)
-    tensor([False, False, False, False, False,  True])
+    >>> far, near = torch.tensor([[0.0], [1.0], [8.0], [9.0]]), torch.tensor([[0.0], [2.0], [1.0], [3.0]])
+    >>> labels = torch.tensor([0, 0, 1, 1])
+    >>> round(unexplained(far, labels, 2), 3), round(unexplained(near, labels, 2), 3)
+    (0.034, 1.737)
     """
     _, _, x = _standardised(features)
     target, images = one_hot(labels, classes).to(x), len(x)
@@ -57,8 +60,9 @@ def left_out_mistakes(features: Tensor, labels: Tensor, classes: int) -> Tensor:
         hat = x @ torch.linalg.solve(x.T @ x + _RIDGE * torch.eye(x.shape[1]).to(x), x.T)
     hat = hat + 1 / images
     own = hat.diagonal()[:, None]
-    wrong: Tensor = ((hat @ target - own * target) / (1 - own)).argmax(1) != labels
-    return wrong
+    predicted = (hat @ target - own * target) / (1 - own)
+    total = (target - target.mean(0)).square().sum()
+    return float((predicted - target).square().sum() / total) if total > 0 else 0.0
 
 
 def _standardised(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -76,7 +76,7 @@ def compose(
 ) -> Method:
     """The method that a name such as 'confit' or 'mas+confit' stands for.
 
-    Parts are joined by '+': at most one base method (default: `default`, or 'confit' for a part that needs Xconv BN) and
+    Parts are joined by '+': at most one base method (default: `default`, 'confit' for a part that needs Xconv BN) and
     penalties. The paper's names 'mas-cpr' and 'mas-afec' stand for 'mas+cpr' and 'mas+afec'.
     """
     options = options or {}

@@ -22,7 +22,7 @@ from confitune.nn.xconv import XconvNorm
 
 Norm = Literal["xconv", "task", "shared", "frozen", "calibrated"]
 
-_COMPARED = 4  # batches that variances before and after a task are taken from
+_COMPARED = 2  # batches that variances before and after a task are taken from
 
 
 class LearningSlots(MeasuredSlots):
