@@ -178,9 +178,9 @@ class ShiftRecorder(Listener):
         if self._first is None or self._last is None:
             raise ConfituneError("the shift is known after the last task: run a SequenceRun that listens with this")
         layers = list(self._last)
-        if _channels(self._first) != _channels(self._last):
+        if (known := _channels(self._first)) != (own := _channels(self._last)):
             raise ConfituneError(
-                f"{self._path} is of another network: it has the layers {list(self._first)}, this one {layers}; "
+                f"{self._path} is of another network: its layers and their channels are {known}, this one's {own}; "
                 "start this run anew for this analysis"
             )
         pairs = [(self._first[name], self._last[name]) for name in layers]
