@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from confitune.analysis import ShiftRecorder, ShiftResult, output_means, paired_convs, running_means
+from confitune.analysis import ShiftRecorder, ShiftResult, moments_at_test, paired_convs
 from confitune.analysis.shift import AFTER_FIRST_TASK
 from confitune.engine import Listener
 from confitune.errors import ConfituneError
@@ -92,8 +92,8 @@ def test_weights_moved_by_hand(make_backbone, sequence, settings, norm):
     recorder.task_ended(1, [0.0, 0.0])
     result = recorder.result()
     assert result.d1[0] == pytest.approx(5.0, rel=1e-5)
-    true, running = output_means(net, first, settings)["0"], running_means(net, first.name)["0"]
-    gap = true.numpy() - running.numpy()
+    layer = moments_at_test(net, first, settings)["0"]
+    gap = layer.true_mean.numpy() - layer.used_mean.numpy()
     assert result.d2[0] == pytest.approx(np.linalg.norm(gap), rel=1e-6)
     if norm == "xconv":  # recovered through today's bias
         assert result.added[0] == pytest.approx(0.0, abs=1e-5)
@@ -110,11 +110,11 @@ def test_the_task_at_hand_is_the_one_asked_for(make_run, sequence, settings, by_
     make_run({"shared": "finetune", "task": "task-bn", "xconv": "confit"}[norm], net=net).run()
     for task in sequence:
         true, running = measured_by_hand(net, task, by_hand)
-        found, used = output_means(net, task, settings), running_means(net, task.name)
-        assert found["3"].dtype == torch.float64
+        found = moments_at_test(net, task, settings)
+        assert found["3"].true_mean.dtype == torch.float64
         for name in "03":
-            np.testing.assert_allclose(found[name], true[name], rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(used[name], running[name], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(found[name].true_mean, true[name], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(found[name].used_mean, running[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -126,8 +126,7 @@ def test_measuring_changes_nothing(make_run, sequence, settings, same_state, sta
         with torch.no_grad():
             net.train()(sequence[1].preprocess(sequence[1].train.pixels[:6]))
     before, hooks = state_of(net), [len(m._forward_hooks) for m in net.modules()]
-    output_means(net, sequence[0], settings)
-    running_means(net, "dark")
+    moments_at_test(net, sequence[0], settings)
     assert same_state(before, state_of(net))
     assert hooks == [len(m._forward_hooks) for m in net.modules()]
 
@@ -142,10 +141,12 @@ def test_a_watched_run_is_the_same_run(make_run, sequence, settings):
 def test_float32_whatever_is_around(make_run, sequence, settings):
     net = make_run("confit").net
     make_run("confit", net=net).run()
-    exact = output_means(net, sequence[0], settings)
+    exact = moments_at_test(net, sequence[0], settings)
     with torch.autocast("cpu", torch.bfloat16):
-        within = output_means(net, sequence[0], settings.model_copy(update={"precision": "bf16"}))
-    assert all(torch.equal(exact[name], within[name]) for name in exact)
+        within = moments_at_test(net, sequence[0], settings.model_copy(update={"precision": "bf16"}))
+    for name in exact:
+        for kind in ("true_mean", "true_variance", "used_mean", "used_variance"):
+            assert torch.equal(getattr(exact[name], kind), getattr(within[name], kind))
 
 
 @pytest.mark.parametrize("method", ["confit", "finetune"])
@@ -223,7 +224,7 @@ def test_calibrated_and_unpaired_networks_are_refused(make_run, sequence, settin
     bare = ContinualNet(nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()), norm="shared")
     bare.add_task("dark", 3)
     with pytest.raises(ConfituneError, match="nothing to watch"):
-        output_means(bare, sequence[0], settings)
+        moments_at_test(bare, sequence[0], settings)
 
 
 def test_before_the_end_there_is_no_result(make_run, sequence, settings):
@@ -246,11 +247,11 @@ def test_the_20_convolutions_of_resnet18_in_network_order(sequence, settings, no
     expected = set(convert_xconv_bn(build_model("resnet18")).pairs.values())
     net = ContinualNet(build_model("resnet18"), norm=norm)
     net.add_task("dark", 3)
-    means = output_means(net, sequence[0], settings.model_copy(update={"eval_batch_size": 64}))
-    assert len(means) == 20
-    assert set(means) == expected == set(running_means(net, "dark"))
-    assert list(means)[:3] == ["conv1", "layer1.0.conv1", "layer1.0.conv2"]
-    assert list(means)[-3:] == ["layer4.0.downsample.0", "layer4.1.conv1", "layer4.1.conv2"]
+    found = moments_at_test(net, sequence[0], settings.model_copy(update={"eval_batch_size": 64}))
+    assert len(found) == 20
+    assert set(found) == expected
+    assert list(found)[:3] == ["conv1", "layer1.0.conv1", "layer1.0.conv2"]
+    assert list(found)[-3:] == ["layer4.0.downsample.0", "layer4.1.conv1", "layer4.1.conv2"]
 
 
 def test_saved_and_loaded(tmp_path):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.analysis import TransductiveResult, transductive_accuracy
-from confitune.analysis.transductive import Moments
+from confitune.analysis.moments import Moments
 from confitune.engine import evaluate
 from confitune.nn import ContinualNet
 

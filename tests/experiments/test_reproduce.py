@@ -121,6 +121,40 @@ def test_methods_can_be_left_out(tmp_path):
         parts_of("table2", Scope(tmp_path, methods=("ewc",)))
 
 
+def test_best_is_shown_where_moments_are_looked_at_if_it_is_asked_for(tmp_path):
+    ablation = {"finetune", "hierarchical", "finetune-xconv", "confit"}
+    for what in ("shift", "transductive"):
+        assert {part.method for part in parts_of(what, Scope(tmp_path))} == ablation
+        asked = Scope(tmp_path, methods=("best", "confit"))
+        assert [part.method for part in parts_of(what, asked)] == ["confit", "best"]
+    with pytest.raises(ConfituneError, match="none of the methods asked for is part of table2"):
+        parts_of("table2", Scope(tmp_path, methods=("best",)))
+
+
+def test_best_keeps_its_own_network_unless_another_is_given(tmp_path):
+    def forms(**given):
+        scope = Scope(tmp_path, methods=("confit", "best"), given=given)
+        return {part.method: (part.form, part.folder.name) for part in parts_of("shift", scope)}
+
+    start = "published-resnet18.tv_in1k"
+    assert forms() == {
+        "confit": ("phase means, running statistics", f"{start}-phase-running"),
+        "best": ("window means, pass statistics, ratio variances, rank 2", f"{start}-window-pass-ratio-rank-2"),
+    }
+    assert forms(variance="ratio", rank=3) == {
+        "confit": ("phase means, running statistics, ratio variances, rank 3", f"{start}-phase-running-ratio-rank-3"),
+        "best": ("window means, pass statistics, ratio variances, rank 3", f"{start}-window-pass-ratio-rank-3"),
+    }
+    assert forms(means="window", statistics="running", variance="stored") == {
+        "confit": ("window means, running statistics", f"{start}-window-running"),
+        "best": ("window means, running statistics, rank 2", f"{start}-window-running-rank-2"),
+    }
+    (best,) = parts_of("shift", Scope(tmp_path, methods=("best",)))
+    assert best.recipe.train_settings(0, "best").lr == 0.03
+    (plain,) = parts_of("shift", Scope(tmp_path, methods=("finetune",)))
+    assert plain.form == ""
+
+
 def test_a_file_names_what_to_do_and_options_win(tmp_path):
     path = tmp_path / "some.yaml"
     path.write_text("what: [table1, curves]\ndatasets: [cifar100, flowers102]\nseeds: 3\nmodel: resnet34\n")
@@ -190,8 +224,15 @@ def test_results_of_another_configuration_are_refused(tiny):
 
 def test_quick_fills_in_only_what_is_not_asked_for(tmp_path):
     scope = Scope(tmp_path, ("digits",), quick=True, seeds=3, given={"tasks": 4})
-    recipe = scope.recipe("digits", ["confit"], epochs=50)
+    recipe = scope.recipe("digits", "confit", epochs=50)
     assert (recipe.seeds, recipe.tasks, recipe.epochs) == (3, 4, 5)
+
+
+@pytest.mark.parametrize("form", [{}, {"rank": 2}, {"variance": "ratio"}])
+def test_storage_says_what_it_does_not_count(tiny, form):
+    scope = Scope(tiny.out, tiny.datasets, ("confit",), quick=True, given={**tiny.given, **form})
+    (outcome,) = reproduce(["storage"], scope)
+    assert bool(outcome.notes) == bool(form)
 
 
 def test_what_cannot_be_trained_is_noted_and_the_rest_is_made(tiny):

@@ -1,7 +1,8 @@
 """What the paper looks into beside accuracy: shift, transductive moments, storage, and its propositions."""
 
+from confitune.analysis.moments import LayerMoments, moments_at_test, paired_convs
 from confitune.analysis.saved import SavedResult
-from confitune.analysis.shift import ShiftRecorder, ShiftResult, output_means, paired_convs, running_means
+from confitune.analysis.shift import LayerErrors, OverChannels, ShiftRecorder, ShiftResult
 from confitune.analysis.storage import StorageResult, StorageRow, measure_storage, storage_of
 from confitune.analysis.theory import (
     Proposition1,
@@ -14,7 +15,10 @@ from confitune.analysis.theory import (
 from confitune.analysis.transductive import MomentsAccuracy, TransductiveResult, transductive_accuracy
 
 __all__ = [
+    "LayerErrors",
+    "LayerMoments",
     "MomentsAccuracy",
+    "OverChannels",
     "Proposition1",
     "Proposition2",
     "Proposition3",
@@ -28,9 +32,8 @@ __all__ = [
     "check_proposition2",
     "check_proposition3",
     "measure_storage",
-    "output_means",
+    "moments_at_test",
     "paired_convs",
-    "running_means",
     "storage_of",
     "transductive_accuracy",
 ]

@@ -1,47 +1,100 @@
 """Representational shift of every convolution that a batch norm follows (ConFiT, sec. 4.2, ablation study).
 
-With mu_te^j the true mean of a convolution's output on the TEST set of the first task after training task j, and mu_r^j
-the mean that its batch norm uses when that task is tested then, both [C]:
+With mu_te^j and v_te^j the true mean and variance of a convolution's output on the TEST set of the first task after
+training task j, and mu_r^j and v_r^j those that its batch norm uses when that task is tested then, all [C], the paper
+measures
 
     D0 = ||mu_r^1 - mu_te^1||     how far a running mean is off anyway
     D1 = ||mu_te^1 - mu_te^T||    how far the representation moved
     D2 = ||mu_r^T - mu_te^T||     how far the running mean is off at the end; D2 - D0 is what forgetting added
 
-Euclidean norms over channels. Everything is measured in evaluation mode with the first task's state, so a layer's input
-is what the layers before it, normalised as at test time, really give it.
+Euclidean norms over channels. They grow with a layer's width and with the size of its numbers, and say nothing of
+variances. Beyond the paper, therefore, in numbers that can be compared between layers, with the batch norm's own eps:
+
+    mean_error[c]     = (mu_r^j - mu_te^j) / sqrt(v_te^j + eps)        in deviations, after j = 1 and after j = T
+    variance_error[c] = log((v_r^j + eps) / (v_te^j + eps))            0.02: two percent too large, likewise
+    variance_moved[c] = log((v_te^T + eps) / (v_te^1 + eps))           what there was to follow
+
+each as its root mean square over channels and as its worst channel. What batch norm divides by is the root of a
+variance, so half a variance's error is its own.
 """
 
 from __future__ import annotations
 
-import copy
-import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor, nn
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
 
+from confitune.analysis.moments import LayerMoments, moments_at_test, read_moments, write_moments
 from confitune.analysis.saved import SavedResult
 from confitune.engine import Listener, TrainSettings
-from confitune.engine.feed import batches
 from confitune.errors import ConfituneError
-from confitune.files import write_whole
 from confitune.methods import METHODS
 from confitune.nn import ContinualNet
-from confitune.nn.flow import trace_flow
-from confitune.tasks import Task, TaskSequence
+from confitune.tasks import TaskSequence
 
 AFTER_FIRST_TASK = "shift-after-first-task.safetensors"
 
 
+class OverChannels(BaseModel):
+    """What every channel of a layer has one of: how large it is over all of them, and where it is largest.
+
+    >>> OverChannels.of(torch.tensor([0.0, -4.0, 3.0, 0.0]))
+    OverChannels(rms=2.5, worst=-4.0, worst_channel=1)
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rms: float  # root of the mean square
+    worst: float  # farthest from 0, with its sign
+    worst_channel: int
+
+    @classmethod
+    def of(cls, values: Tensor) -> OverChannels:
+        """Of one value a channel [C]."""
+        place = int(values.abs().argmax())
+        return cls(rms=float(values.square().mean().sqrt()), worst=float(values[place]), worst_channel=place)
+
+
+class LayerErrors(BaseModel):
+    """How far the moments that a layer's batch norm uses are from the true ones."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mean_error: OverChannels  # in deviations; positive: the mean in use is too large
+    variance_error: OverChannels  # logarithm of a ratio; positive: the variance in use is too large
+    channels: int
+    near_zero: int  # channels whose true variance is below eps: they carry nothing, and eps decides their scale
+
+    @classmethod
+    def of(cls, layer: LayerMoments) -> LayerErrors:
+        """From what was measured."""
+        deviations = (layer.used_mean - layer.true_mean) / (layer.true_variance + layer.eps).sqrt()
+        return cls(
+            mean_error=OverChannels.of(deviations),
+            variance_error=OverChannels.of(log_ratio(layer.used_variance, layer.true_variance, layer.eps)),
+            channels=len(layer.true_variance),
+            near_zero=int((layer.true_variance < layer.eps).sum()),
+        )
+
+
+def log_ratio(variance: Tensor, other: Tensor, eps: float) -> Tensor:
+    """log((variance + eps) / (other + eps)): by how much the first is larger, as batch norm sees it.
+
+    >>> log_ratio(torch.tensor([3.0, 0.0]), torch.tensor([1.0, 0.0]), 1.0)
+    tensor([0.6931, 0.0000])
+    """
+    return ((variance + eps) / (other + eps)).log()
+
+
 class ShiftResult(SavedResult):
-    """D0, D1 and D2 of each layer, in the order in which the network computes them."""
+    """D0, D1 and D2 of each layer, in the order in which the network computes them, and errors of both moments.
+
+    Errors are empty in results from before they were measured.
+    """
 
     dataset: str
     method: str
@@ -52,105 +105,27 @@ class ShiftResult(SavedResult):
     d0: list[float]
     d1: list[float]
     d2: list[float]
+    after_first: list[LayerErrors] = Field(default_factory=list)
+    after_last: list[LayerErrors] = Field(default_factory=list)
+    variance_moved: list[OverChannels] = Field(default_factory=list)
 
     @property
     def added(self) -> list[float]:
         """D2 - D0 of each layer: the running mean's error that came after the first task."""
         return [after - before for after, before in zip(self.d2, self.d0, strict=True)]
 
+    @property
+    def has_errors(self) -> bool:
+        """Whether errors of both moments were measured."""
+        return bool(self.after_last)
 
-def paired_convs(net: ContinualNet, example_input: Tensor | None = None) -> dict[str, str]:
-    """Convolution -> the batch norm that reads its output, both by their names in the backbone.
-
-    Args:
-        example_input: a batch of two images, needed only where the network's input shape cannot be guessed.
-    """
-    if net.norm == "calibrated":
-        raise ConfituneError(
-            "a calibrated network (CCLL) normalises what its calibrations make of a convolution's output, so the "
-            "output's mean has no running mean to be compared with; its convolutions never move anyway"
-        )
-    if net.conversion is not None:
-        return {conv: norm for norm, conv in net.conversion.pairs.items()}
-    flow = trace_flow(net.backbone, example_input)
-    pairs = {}
-    for norm, module in net.backbone.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
-            call, _ = flow.conv_before(norm)
-            if call is not None:
-                pairs[call.module] = norm
-    return pairs
-
-
-@torch.no_grad()
-def output_means(net: ContinualNet, task: Task, settings: TrainSettings | None = None) -> dict[str, Tensor]:
-    """True mean of every paired convolution's output on the task's test set: name -> float64 [C], in network order.
-
-    mu[c] = 1 / (N H W) * sum over images and positions of output[n, c, h, w]. The network, its slot included, stays as
-    it is: a copy is measured. Convolutions are done in full float32 whatever the settings say, since rounded weights
-    would put a gap between the recovered and the true mean that is none of the method's.
-    """
-    twin = _prepared_copy(net, task.name)
-    device = next(twin.parameters()).device
-    size = (settings or TrainSettings()).eval_batch_size
-    sums: dict[str, Tensor] = {}
-    counts: Counter[str] = Counter()
-
-    def adding(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            total = output.sum([axis for axis in range(output.dim()) if axis != 1], dtype=torch.float64)
-            sums[name] = sums[name] + total if name in sums else total
-            counts[name] += output.numel() // output.shape[1]
-
-        return hook
-
-    for name in paired_convs(twin, _two_images(task)):
-        twin.backbone.get_submodule(name).register_forward_hook(adding(name))
-    with _full_precision(device):
-        for pixels, _ in batches(task.test, size, device):
-            twin(task.inputs(pixels))
-    if not sums:
-        raise ConfituneError(f"no batch norm of {type(net.backbone).__name__} follows a convolution: nothing to watch")
-    return {name: (total / counts[name]).cpu() for name, total in sums.items()}
-
-
-@torch.no_grad()
-def running_means(net: ContinualNet, task: str, example_input: Tensor | None = None) -> dict[str, Tensor]:
-    """The mean that each paired convolution's batch norm uses to test `task` now: name -> float64 [C].
-
-    Recovered through today's weights for Xconv BN, the stored one for task-specific BN, the shared one for shared BN.
-    The network stays as it is.
-    """
-    twin = _prepared_copy(net, task)
-    norms = {conv: twin.backbone.get_submodule(norm) for conv, norm in paired_convs(twin, example_input).items()}
-    return {conv: norm.get_buffer("running_mean").double().cpu() for conv, norm in norms.items()}
-
-
-@dataclass(frozen=True)
-class _Means:
-    true: dict[str, Tensor]
-    running: dict[str, Tensor]
-
-    def write(self, path: Path, task: str) -> None:
-        tensors = {f"true/{name}": mean for name, mean in self.true.items()}
-        tensors |= {f"running/{name}": mean for name, mean in self.running.items()}
-        described = {"task": task, "layers": json.dumps(list(self.true))}  # tensors of a file have no order
-        write_whole(path, lambda out: out.write(save(tensors, described)))
-
-    @classmethod
-    def read(cls, path: Path, task: str) -> _Means:
-        try:
-            with safe_open(path, "pt") as file:
-                described = file.metadata() or {}
-                layers = json.loads(described["layers"])
-                true, running = ({n: file.get_tensor(f"{kind}/{n}") for n in layers} for kind in ("true", "running"))
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
-            raise ConfituneError(f"{path} cannot be read ({error}): start this run anew for this analysis") from error
-        if described.get("task") != task:
-            raise ConfituneError(
-                f"{path} was measured on task {described.get('task')!r}, this run began with {task!r}: start it anew"
-            )
-        return cls(true, running)
+    @model_validator(mode="after")
+    def _one_a_layer(self) -> ShiftResult:
+        errors = {len(self.after_first), len(self.after_last), len(self.variance_moved)}
+        lengths = {len(self.d0), len(self.d1), len(self.d2)} | (errors if errors != {0} else set())
+        if lengths != {len(self.layers)}:
+            raise ValueError(f"{len(self.layers)} layers, but lists of {sorted(lengths)}")
+        return self
 
 
 class ShiftRecorder(Listener):
@@ -170,8 +145,8 @@ class ShiftRecorder(Listener):
         self._net, self._sequence, self._settings = net, sequence, settings
         self._path = None if folder is None else folder / AFTER_FIRST_TASK
         self._method = ""
-        self._first: _Means | None = None
-        self._last: _Means | None = None
+        self._first: Mapping[str, LayerMoments] | None = None
+        self._last: Mapping[str, LayerMoments] | None = None
 
     def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
         self._method = name
@@ -194,7 +169,7 @@ class ShiftRecorder(Listener):
         if task == 0:
             self._first = self._measure()
             if self._path is not None:
-                self._first.write(self._path, self._sequence[0].name)
+                write_moments(self._path, self._sequence[0].name, self._first)
         if task == len(self._sequence) - 1:
             self._last = self._measure()
 
@@ -202,12 +177,13 @@ class ShiftRecorder(Listener):
         """What was measured, once the run is over."""
         if self._first is None or self._last is None:
             raise ConfituneError("the shift is known after the last task: run a SequenceRun that listens with this")
-        first, last, layers = self._first, self._last, list(self._last.true)
-        if set(layers) != set(first.true):
+        layers = list(self._last)
+        if (known := _channels(self._first)) != (own := _channels(self._last)):
             raise ConfituneError(
-                f"{self._path} is of another network: it has the layers {list(first.true)}, this one {layers}; "
+                f"{self._path} is of another network: its layers and their channels are {known}, this one's {own}; "
                 "start this run anew for this analysis"
             )
+        pairs = [(self._first[name], self._last[name]) for name in layers]
         return ShiftResult(
             dataset=self._sequence.name,
             method=self._method,
@@ -215,49 +191,32 @@ class ShiftRecorder(Listener):
             task=self._sequence[0].name,
             last_task=self._sequence[-1].name,
             layers=layers,
-            d0=[_distance(first.running[name], first.true[name]) for name in layers],
-            d1=[_distance(first.true[name], last.true[name]) for name in layers],
-            d2=[_distance(last.running[name], last.true[name]) for name in layers],
+            d0=[_distance(first.used_mean, first.true_mean) for first, _ in pairs],
+            d1=[_distance(first.true_mean, last.true_mean) for first, last in pairs],
+            d2=[_distance(last.used_mean, last.true_mean) for _, last in pairs],
+            after_first=[LayerErrors.of(first) for first, _ in pairs],
+            after_last=[LayerErrors.of(last) for _, last in pairs],
+            variance_moved=[
+                OverChannels.of(log_ratio(last.true_variance, first.true_variance, last.eps)) for first, last in pairs
+            ],
         )
 
-    def _measure(self) -> _Means:
-        task = self._sequence[0]
-        return _Means(
-            output_means(self._net, task, self._settings), running_means(self._net, task.name, _two_images(task))
-        )
+    def _measure(self) -> Mapping[str, LayerMoments]:
+        return moments_at_test(self._net, self._sequence[0], self._settings)
 
-    def _remembered(self) -> _Means:
+    def _remembered(self) -> Mapping[str, LayerMoments]:
         if self._path is None or not self._path.exists():
             where = "it was given no folder" if self._path is None else f"{self._path} is missing"
             raise ConfituneError(
                 f"this run goes on after its first task, and what the shift was measured from then is not there "
                 f"({where}): start the run anew for this analysis, or resume it without"
             )
-        return _Means.read(self._path, self._sequence[0].name)
+        return read_moments(self._path, self._sequence[0].name)
 
 
-def _prepared_copy(net: ContinualNet, task: str) -> ContinualNet:
-    twin = copy.deepcopy(net).eval()
-    twin.prepare(task)
-    return twin
-
-
-def _two_images(task: Task) -> Tensor:
-    pixels, _ = task.test.batch(torch.arange(len(task.test))[[0, -1]])
-    return task.preprocess(pixels)
+def _channels(moments: Mapping[str, LayerMoments]) -> dict[str, int]:
+    return {name: layer.true_mean.numel() for name, layer in moments.items()}
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
     return float(torch.linalg.vector_norm(a - b))
-
-
-@contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """Within, no autocast that a caller may have on, and no TensorFloat32 in convolutions."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before

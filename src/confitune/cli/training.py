@@ -232,7 +232,10 @@ def reproduce_command(
     datasets: Annotated[
         list[str] | None, Option(help="repeatable, or with commas; default: flowers102; any that `run` takes")
     ] = None,
-    methods: Annotated[list[str] | None, Option(help="only these, of those that are compared")] = None,
+    methods: Annotated[
+        list[str] | None,
+        Option(help="only these, of those that are compared; shift and transductive also know best"),
+    ] = None,
     seeds: Annotated[int | None, Option(min=1, help="runs of each method; default: the paper's 5")] = None,
     pipeline: Annotated[
         str | None, Option(help="published (default: what the paper's numbers come from) or clean")
@@ -245,6 +248,14 @@ def reproduce_command(
     tasks: Annotated[int | None, Option(help="only the first so many tasks")] = None,
     device: Annotated[str | None, Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
     precision: Annotated[str | None, Option(help="auto (bf16 on GPUs), fp32 or bf16")] = None,
+    means: Annotated[str | None, Option(help="phase (default: the paper's) or window (exact)")] = None,
+    statistics: Annotated[
+        str | None, Option(help="running (default: the paper's) or pass (after the last step)")
+    ] = None,
+    variance: Annotated[
+        str | None, Option(help="stored (default: the paper's) or ratio (follows what later tasks do to variances)")
+    ] = None,
+    rank: Annotated[int | None, Option(help="keep window means as a product of this rank: fewer numbers")] = None,
     parallel_seeds: Annotated[int, Option(min=1, help="so many seeds of a method at once, to fill a large GPU")] = 1,
     on: On = "local",
     gpus_per_run: GpusPerRun = None,
@@ -261,6 +272,8 @@ def reproduce_command(
       confitune reproduce all --datasets photos --quick
 
       confitune reproduce table2 --data-dir data --parallel-seeds 5
+
+      confitune reproduce shift --data-dir data --methods hierarchical,confit,best --means window --variance ratio
 
       confitune reproduce recipes/table1.yaml --data-dir data
     """

@@ -45,7 +45,7 @@ def storage(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     outcome = Outcome(what="storage", title="Numbers stored as tasks grow")
     told = reported_storage()
     for dataset in scope.datasets:
-        recipe, info = scope.recipe(dataset, ["confit"]), dataset_info(dataset)
+        recipe, info = scope.recipe(dataset, "confit"), dataset_info(dataset)
         tasks, classes = recipe.tasks or info.tasks or 10, recipe.classes_per_task or info.classes_per_task or 10
         found = measure_storage(
             recipe.model,
@@ -80,6 +80,8 @@ def storage(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         outcome.pictures.append(picture)
         outcome.tables[f"{dataset}: {heading}"] = "\n".join(rows)
         outcome.data[dataset] = found.model_dump(mode="json")
+        if recipe.variance != "stored" or recipe.rank is not None:
+            outcome.notes.append(f"{dataset}: counted with stored variances and without a rank, whatever is asked for")
         if recipe.model.startswith("resnet18"):
             for method in ("confit", "ccll"):
                 kept = next((row.kept for row in found.of(method) if row.tasks == 1), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from confitune.analysis import SavedResult, ShiftResult, TransductiveResult
 from confitune.experiments.place import Place
 from confitune.experiments.reproduce.compare import Claim, shown
+from confitune.experiments.reproduce.moment_errors import add_moment_errors
 from confitune.experiments.reproduce.outcome import Outcome
 from confitune.experiments.reproduce.pictures import draw_panels, picture_name
 from confitune.experiments.reproduce.plan import Part, Scope, by_dataset
@@ -20,7 +21,7 @@ Saved = TypeVar("Saved", bound=SavedResult)
 
 
 def shift(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
-    """Representational shift per convolution: D1, and D2 - D0, in the four cases of the ablation."""
+    """Representational shift per convolution: D1, D2 - D0 and errors of both moments, in the cases of the ablation."""
     outcome = Outcome(what="shift", title="Representational shift")
     for dataset, of_it in by_dataset(parts).items():
         found = {part.method: _saved(part, SHIFT, ShiftResult, outcome) for part in of_it}
@@ -51,9 +52,17 @@ def shift(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             "d1": {m: values.tolist() for m, values in d1.items()},
             "d2_minus_d0": {m: values.tolist() for m, values in added.items()},
             "seeds": {m: len(results) for m, results in found.items()},
+            "networks": {part.method: part.form for part in of_it if part.method in found},
         }
+        outcome.tables[f"{dataset}: what was run"] = _runs_table(of_it, found)
         outcome.claims += _shift_claims(dataset, d1, added)
+        add_moment_errors(outcome, scope, dataset, found)
     return outcome
+
+
+def _runs_table(parts: Sequence[Part], found: Mapping[str, Sequence[ShiftResult]]) -> str:
+    rows = [f"| {p.method} | {p.form or '-'} | {len(found[p.method])} |" for p in parts if p.method in found]
+    return "\n".join(["| method | Xconv BN | seeds |", "|---|---|---|", *rows])
 
 
 def _shift_claims(dataset: str, d1: dict[str, np.ndarray], added: dict[str, np.ndarray]) -> list[Claim]:

@@ -13,10 +13,12 @@ from confitune.experiments.job import RESULT, run_folder
 from confitune.experiments.paper import reported, trained_with
 from confitune.experiments.recipe import Recipe, make_recipe
 from confitune.experiments.recipe_file import read_recipe
+from confitune.methods import create_method
 from confitune.tasks import dataset_info
 
 TABLE1 = tuple(reported("table1"))
 ABLATION = tuple(reported("table2"))
+ON_REQUEST = ("best",)  # beside the ablation where moments are looked at, if asked for by name
 CONTROLS = ("bn-only", "task-bn", "joint")
 DEEPER = ("resnet34.bt_in1k", "resnet50.ram_in1k")  # the paper's ResNet34 and ResNet50 in today's timm
 QUICK: Mapping[str, Any] = {"epochs": 5, "seeds": 1, "tasks": 2}  # the fewest epochs with all three stages
@@ -29,7 +31,7 @@ class Scope:
     Args:
         out: where everything goes.
         datasets: of the paper, or any other that `load_tasks` knows.
-        methods: only these, of those that an experiment compares; None: all.
+        methods: only these, of those that an experiment compares; None: all but `ON_REQUEST`.
         seeds: runs of each method; None: the paper's 5 (CCLL: 1).
         pipeline: of the images; datasets that have only a clean one are taken so.
         quick: two tasks, five epochs and one seed where nothing else is asked for, to see that everything works.
@@ -44,23 +46,26 @@ class Scope:
     quick: bool = False
     given: Mapping[str, Any] = field(default_factory=dict)
 
-    def recipe(self, dataset: str, methods: Sequence[str], **values: Any) -> Recipe:
-        """One experiment as the paper does it: its network, phase means, running statistics."""
+    def recipe(self, dataset: str, method: str, **values: Any) -> Recipe:
+        """One experiment as the paper does it: its network, phase means, running statistics.
+
+        A method that has its own means or statistics keeps them, unless others are given.
+        """
         info = dataset_info(dataset)
+        own = create_method(method).network
+        form = {"means": "phase", "statistics": "running"}
         paper = {
             "dataset": dataset,
-            "methods": list(methods),
             "model": "resnet18.tv_in1k" if info.from_paper else "tf_efficientnet_lite0",
             "pipeline": "clean"
             if self.pipeline == "published" and "published" not in info.pipelines
             else self.pipeline,
-            "means": "phase",
-            "statistics": "running",
             "seeds": 5 if self.seeds is None else self.seeds,
+            **{name: value for name, value in form.items() if name not in own},
         }
         asked = {*self.given, *(["seeds"] if self.seeds is not None else [])}
         quick = {name: value for name, value in QUICK.items() if name not in asked} if self.quick else {}
-        return make_recipe({**paper, **self.given, **values, **quick, "methods": list(methods)})
+        return make_recipe({**paper, **self.given, **values, **quick, "methods": [method]})
 
     def chosen(self, methods: Sequence[str]) -> tuple[str, ...]:
         """Those of `methods` that are asked for."""
@@ -68,9 +73,15 @@ class Scope:
 
     def folder(self, recipe: Recipe) -> Path:
         """Where runs with this recipe's configuration go; experiments that need the same runs find them there."""
-        name = "-".join(filter(None, (recipe.pipeline, recipe.model, recipe.means, recipe.statistics)))
-        length = f"-{recipe.epochs}-epochs" if recipe.epochs else ""
-        return self.out / "runs" / f"{name}{length}"
+        network = recipe.network(recipe.methods[0])
+        parts = [recipe.pipeline, recipe.model, network["means"], network["statistics"]]
+        if network["variance"] != "stored":
+            parts.append(network["variance"])
+        if network["rank"] is not None:
+            parts.append(f"rank-{network['rank']}")
+        if recipe.epochs:
+            parts.append(f"{recipe.epochs}-epochs")
+        return self.out / "runs" / "-".join(parts)
 
 
 def read_scope(given: Mapping[str, Any]) -> tuple[Scope, list[str]]:
@@ -124,6 +135,19 @@ class Part:
         """The method's name."""
         return self.recipe.methods[0]
 
+    @property
+    def form(self) -> str:
+        """What Xconv BN keeps of a task, in words; empty where the method has another batch norm."""
+        network = self.recipe.network(self.method)
+        if network["norm"] != "xconv":
+            return ""
+        words = [f"{network['means']} means", f"{network['statistics']} statistics"]
+        if network["variance"] != "stored":
+            words.append(f"{network['variance']} variances")
+        if network["rank"] is not None:
+            words.append(f"rank {network['rank']}")
+        return ", ".join(words)
+
     def runs(self) -> list[tuple[str, int, Path]]:
         """Method, seed and result file of each."""
         return [
@@ -132,14 +156,19 @@ class Part:
         ]
 
 
+def watched_methods(scope: Scope) -> tuple[str, ...]:
+    """Methods whose moments are measured while their runs go on."""
+    return scope.chosen(ABLATION if scope.methods is None else (*ABLATION, *ON_REQUEST))
+
+
 def parts_of(what: str, scope: Scope) -> list[Part]:
     """The runs that `what` needs; some of them may be done."""
     makers = {
         "table1": lambda d: _parts(scope, d, TABLE1),
         "table2": lambda d: _parts(scope, d, ABLATION),
         "curves": lambda d: _parts(scope, d, TABLE1),
-        "shift": lambda d: _parts(scope, d, ABLATION),
-        "transductive": lambda d: _parts(scope, d, ABLATION),
+        "shift": lambda d: _parts(scope, d, watched_methods(scope)),
+        "transductive": lambda d: _parts(scope, d, watched_methods(scope)),
         "controls": lambda d: [
             *_parts(scope, d, CONTROLS),
             *(
@@ -173,7 +202,7 @@ def _parts(scope: Scope, dataset: str, methods: Sequence[str], **values: Any) ->
     for method in scope.chosen(methods):
         once = {"seeds": 1} if method == "ccll" and scope.seeds is None else {}  # as in the paper
         clipped = trained_with(method) if dataset_info(dataset).from_paper else {}
-        recipe = scope.recipe(dataset, [method], **values, **once, **clipped)
+        recipe = scope.recipe(dataset, method, **values, **once, **clipped)
         found.append(Part(recipe, scope.folder(recipe)))
     return found
 

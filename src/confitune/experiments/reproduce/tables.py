@@ -23,7 +23,7 @@ def datasets(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Appendix, table 1, with the images per class that it does not give."""
     told, rows, data = reported_datasets(), [], {}
     for name in scope.datasets:
-        recipe = scope.recipe(name, ["finetune"])
+        recipe = scope.recipe(name, "finetune")
         tasks = recipe.load_tasks(IMAGENET_MEAN, IMAGENET_STD)
         found = _counts(list(tasks), len(tasks.unused_classes))
         data[name] = found
@@ -111,7 +111,7 @@ def controls(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
                 continue
             name = part.method
             if name == "confit":
-                name += f", {part.recipe.means} means, {part.recipe.statistics} statistics"
+                name += f", {part.form}"
             acc = mean_and_interval([r.acc for r in results])
             fgt = [r.fgt for r in results if r.fgt is not None]
             lost = mean_and_interval(fgt) if fgt else None
@@ -179,7 +179,7 @@ def search(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         for entry in searched():
             if entry.method not in scope.chosen([entry.method]):
                 continue
-            values = scope.recipe(dataset, [entry.method]).model_dump(exclude_unset=True)
+            values = scope.recipe(dataset, entry.method).model_dump(exclude_unset=True)
             grid = [value_text(v) for v in (entry.grid[:2] if scope.quick else entry.grid)]
             planned = plan_search(entry.method, values, grid=grid)
             folder = scope.out / "search" / dataset / entry.method

@@ -1,0 +1,186 @@
+"""Moments of every convolution's output that a batch norm follows: the true ones, and those that batch norm uses.
+
+True moments are those of a task's whole TEST set, measured in evaluation mode with the task's state, so a layer's input
+is what the layers before it, normalised as at test time, really give it:
+
+    mean[c] = 1 / (N H W) * sum of x[n, c, h, w],   variance[c] = 1 / (N H W) * sum of (x[n, c, h, w] - mean[c])^2
+
+Used ones are recovered through today's weights, stored or shared, as the network's kind has it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from confitune.engine import TrainSettings
+from confitune.engine.feed import batches
+from confitune.errors import ConfituneError
+from confitune.files import write_whole
+from confitune.nn import ContinualNet
+from confitune.nn.flow import trace_flow
+from confitune.tasks import Task
+
+_SLICE = 32  # images turned into float64 at a time
+_KINDS = ("true_mean", "true_variance", "used_mean", "used_variance")
+
+
+class Moments:
+    """Mean and biased variance per channel of tensors [N, C, ...], taken in piece by piece in float64.
+
+    Each piece's own two-pass moments are merged (Chan, Golub, LeVeque 1983), which loses nothing where a difference of
+    mean squares would.
+
+    >>> moments = Moments()
+    >>> for piece in torch.arange(6.0).reshape(3, 2).split(2):
+    ...     moments.add(piece)
+    >>> moments.mean.tolist(), [round(v, 4) for v in moments.variance.tolist()]
+    ([2.0, 3.0], [2.6667, 2.6667])
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = torch.zeros(())
+        self._squares = torch.zeros(())  # sum of squared distances from the mean
+
+    @property
+    def variance(self) -> Tensor:
+        """Biased, as batch norm normalises with."""
+        return self._squares / self.count
+
+    def add(self, x: Tensor) -> None:
+        """Take in one more piece."""
+        for part in x.detach().split(_SLICE):
+            axes = [axis for axis in range(part.dim()) if axis != 1]
+            variance, mean = torch.var_mean(part.double(), axes, correction=0)
+            count = part.numel() // part.shape[1]
+            if not self.count:
+                self.count, self.mean, self._squares = count, mean, variance * count
+                continue
+            total, apart = self.count + count, mean - self.mean
+            self._squares = self._squares + variance * count + apart.square() * (self.count * count / total)
+            self.mean = self.mean + apart * (count / total)
+            self.count = total
+
+
+@dataclass(frozen=True)
+class LayerMoments:
+    """Of one convolution's output on one task's test set; float64 [C] on the CPU."""
+
+    eps: float  # what the layer's batch norm adds to a variance
+    true_mean: Tensor
+    true_variance: Tensor
+    used_mean: Tensor
+    used_variance: Tensor
+
+
+def paired_convs(net: ContinualNet, example_input: Tensor | None = None) -> dict[str, str]:
+    """Convolution -> the batch norm that reads its output, both by their names in the backbone.
+
+    Args:
+        example_input: a batch of two images, needed only where the network's input shape cannot be guessed.
+    """
+    if net.norm == "calibrated":
+        raise ConfituneError(
+            "a calibrated network (CCLL) normalises what its calibrations make of a convolution's output, so the "
+            "output's moments have no running ones to be compared with; its convolutions never move anyway"
+        )
+    if net.conversion is not None:
+        return {conv: norm for norm, conv in net.conversion.pairs.items()}
+    flow = trace_flow(net.backbone, example_input)
+    pairs = {}
+    for norm, module in net.backbone.named_modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            call, _ = flow.conv_before(norm)
+            if call is not None:
+                pairs[call.module] = norm
+    return pairs
+
+
+@torch.no_grad()
+def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings | None = None) -> dict[str, LayerMoments]:
+    """True and used moments of every paired convolution's output on the task's test set, in network order.
+
+    The network, its slot included, stays as it is: a copy is measured. Convolutions are done in full float32 whatever
+    the settings say, since rounded weights would put a gap between the recovered and the true mean that is none of the
+    method's.
+    """
+    twin = copy.deepcopy(net).eval()
+    twin.prepare(task.name)
+    device = next(twin.parameters()).device
+    pairs = paired_convs(twin, _two_images(task))
+    true: dict[str, Moments] = {}
+    for conv in pairs:
+        twin.backbone.get_submodule(conv).register_forward_hook(_adding(true, conv))
+    with _full_precision(device):
+        for pixels, _ in batches(task.test, (settings or TrainSettings()).eval_batch_size, device):
+            twin(task.inputs(pixels))
+    if not true:
+        raise ConfituneError(f"no batch norm of {type(net.backbone).__name__} follows a convolution: nothing to watch")
+    return {conv: _layer(moments, twin.backbone.get_submodule(pairs[conv])) for conv, moments in true.items()}
+
+
+def _adding(true: dict[str, Moments], conv: str) -> Callable[[nn.Module, Any, Tensor], None]:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        true.setdefault(conv, Moments()).add(output)
+
+    return hook
+
+
+def _layer(true: Moments, norm: nn.Module) -> LayerMoments:
+    assert isinstance(norm, _BatchNorm)
+    used = [norm.get_buffer(name).double().cpu() for name in ("running_mean", "running_var")]
+    return LayerMoments(norm.eps, true.mean.cpu(), true.variance.cpu(), *used)
+
+
+def _two_images(task: Task) -> Tensor:
+    pixels, _ = task.test.batch(torch.arange(len(task.test))[[0, -1]])
+    return task.preprocess(pixels)
+
+
+@contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Within, no autocast that a caller may have on, and no TensorFloat32 in convolutions."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def write_moments(path: Path, task: str, moments: Mapping[str, LayerMoments]) -> None:
+    """Keep what was measured on a task, for `read_moments`."""
+    tensors = {f"{kind}/{name}": getattr(layer, kind) for name, layer in moments.items() for kind in _KINDS}
+    eps = {name: layer.eps for name, layer in moments.items()}  # in order, which tensors of a file have not
+    write_whole(path, lambda out: out.write(save(tensors, {"task": task, "eps": json.dumps(eps)})))
+
+
+def read_moments(path: Path, task: str) -> dict[str, LayerMoments]:
+    """What `write_moments` kept of this task, or an error that says what to do."""
+    try:
+        with safe_open(path, "pt") as file:
+            described = file.metadata() or {}
+            moments = {
+                name: LayerMoments(float(eps), *(file.get_tensor(f"{kind}/{name}") for kind in _KINDS))
+                for name, eps in json.loads(described["eps"]).items()
+            }
+    except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfituneError(f"{path} cannot be read ({error}): start this run anew for this analysis") from error
+    if described.get("task") != task:
+        raise ConfituneError(
+            f"{path} was measured on task {described.get('task')!r}, this run began with {task!r}: start it anew"
+        )
+    return moments
