@@ -27,6 +27,7 @@ class ProbeOptions(PartOptions):
     """When a task keeps the pre-trained state."""
 
     worse: float = Field(2.0, ge=1, description="where its own statistics leave so many times as much unexplained")
+    most: float = Field(0.5, ge=0, description="but not where pre-trained ones leave more than this: much to be gained")
     images: int = Field(128, ge=2, description="that both are judged by; all of a smaller task")
 
 
@@ -54,8 +55,8 @@ class Probe(Penalty):
         labels = context.labels.cpu()[chosen]
         with net.at_pretrained(measured=len(chosen)):
             pretrained = unexplained(context.features(chosen).cpu(), labels, classes)
-        if self.options.worse * pretrained > _MOST:
-            return False  # whatever its own statistics give
+        if pretrained > self.options.most:
+            return False
         with net.trying():
             context.measure(chosen)
             net.eval()
@@ -66,10 +67,7 @@ class Probe(Penalty):
             features = context.features(torch.arange(context.images))
         net.finish_pretrained(*fit_head(features, context.labels, classes))
         context.note(
-            f"of the classes of left-out images a linear classifier leaves {pretrained:.0%} unexplained with pre-trained "
-            f"statistics, {own:.0%} with the task's own: a head is fitted to the former, the backbone stays as it is"
+            f"a linear classifier leaves {pretrained:.0%} of left-out labels unexplained with pre-trained statistics and "
+            f"{own:.0%} with the task's own: a head is fitted to the former, the backbone stays as it is"
         )
         return True
-
-
-_MOST = 1.2  # what is left unexplained by features that tell nothing
