@@ -58,7 +58,8 @@ def comparison_table(settings: Sequence[Setting]) -> str:
     for setting in settings:
         cells = [setting.options.get(name, "") for name in differing]
         cells += [shown([getattr(r, m) for r in setting.results]) for m in ("acc", "fgt", "learning_acc")]
-        cells += [f"{setting.results[0].tasks[0]['norm_numbers']:,}", str(len(setting.results))]
+        numbers = max(task["norm_numbers"] for result in setting.results for task in result.tasks)
+        cells += [f"{numbers:,}", str(len(setting.results))]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 

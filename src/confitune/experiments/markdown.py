@@ -40,7 +40,7 @@ def _table(dataset: str, methods: dict[str, dict[str, Any]]) -> str:
     lines.append("|---" * (len(_COLUMNS) + 2) + "|")
     for method, entry in sorted(methods.items(), key=lambda item: -item[1]["acc"]["mean"]):
         cells = [_cell(entry[name]) for name, _ in _COLUMNS]
-        lines.append(f"| {method} | {' | '.join(cells)} | {entry['numbers_per_task'][0]:,} |")
+        lines.append(f"| {method} | {' | '.join(cells)} | {max(entry['numbers_per_task']):,} |")
     return "\n".join(lines) + "\n"
 
 

@@ -85,7 +85,7 @@ def summary_table(results: list[RunResult]) -> Table:
     best = max(np.mean([r.acc for r in group]) for group in by_method.values())
     for method, group in by_method.items():
         style = "bold" if np.mean([r.acc for r in group]) == best else ""
-        numbers = group[0].tasks[0]["norm_numbers"] + group[0].tasks[0]["head_numbers"]
+        numbers = max(task["norm_numbers"] + task["head_numbers"] for result in group for task in result.tasks)
         seconds = float(np.mean([r.seconds for r in group]))
         cells = [shown([getattr(r, m) for r in group]) for m in ("acc", "fgt", "learning_acc")]
         table.add_row(method, *cells, f"{numbers:,}", f"{seconds:.0f}", style=style)
@@ -114,7 +114,11 @@ def summarised(results: Sequence[RunResult]) -> dict[str, Any]:
     same = results[0]
     entry |= {
         "config": {key: value for key, value in same.config.items() if key != "seed"},
-        "numbers_per_task": [task["norm_numbers"] + task["head_numbers"] for task in same.tasks],
+        # Some methods decide anew in each run what a task keeps.
+        "numbers_per_task": [
+            max(task["norm_numbers"] + task["head_numbers"] for task in tasks)
+            for tasks in zip(*(result.tasks for result in results), strict=True)
+        ],
         "seconds": [result.seconds for result in results],
         "images_per_second": [result.images_per_second for result in results],
         "device": same.device,

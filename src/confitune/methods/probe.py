@@ -67,7 +67,7 @@ class Probe(Penalty):
             features = context.features(torch.arange(context.images))
         net.finish_pretrained(*fit_head(features, context.labels, classes))
         context.note(
-            f"a linear classifier leaves {pretrained:.0%} of left-out labels unexplained with pre-trained statistics and "
+            f"a linear classifier leaves {pretrained:.0%} of left-out labels unexplained with pre-trained statistics, "
             f"{own:.0%} with the task's own: a head is fitted to the former, the backbone stays as it is"
         )
         return True

@@ -70,7 +70,7 @@ class MethodRuns:
             title: (shown([getattr(r, name) for r in self.results]), self.entry[name] and self.entry[name]["mean"])
             for name, title in METRICS.items()
         }
-        numbers = self.entry["numbers_per_task"][0]
+        numbers = max(self.entry["numbers_per_task"])
         return {
             **found,
             "numbers a task": (f"{numbers:,}", numbers),
