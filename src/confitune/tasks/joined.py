@@ -67,13 +67,16 @@ photos:3); a task can be learned once in a sequence
     _refuse_what_no_file_is_called(name)
     if alone := _folder_alone(name):
         return (alone,)
-    texts = name.split("+")
-    try:
-        parts = tuple(_part(text, name) for text in texts)
-    except DataError as error:
-        raise _explained(error, name) if len(texts) > 1 and FOLDER_PREFIX in name else error from None
+    parts: list[Part] = []
+    for text in name.split("+"):
+        try:
+            parts.append(_part(text, name))
+        except DataError as error:
+            if any(_is_folder(part.dataset) for part in parts):
+                raise _after_a_folder(error, name) from error
+            raise
     _refuse_twice(parts, name)
-    return parts
+    return tuple(parts)
 
 
 def is_whole_dataset(parts: Sequence[Part]) -> bool:
@@ -181,7 +184,8 @@ def _refuse_twice(parts: Sequence[Part], name: str) -> None:
                 )
 
 
-def _explained(error: DataError, name: str) -> DataError:
+def _after_a_folder(error: DataError, name: str) -> DataError:
+    """What is no part may have been meant as the rest of a path."""
     absent = f"there is no folder {_path(name)}, and as parts joined by '+': " if _is_folder(name) else ""
     return DataError(f"{absent}{error} (a folder whose path has a '+' can only stand alone)")
 
