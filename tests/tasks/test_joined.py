@@ -8,7 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from confitune.tasks import DATASETS, DataError, DataMissingError, TaskSequence, dataset_info, dataset_parts, load_tasks
+from confitune.tasks import (
+    DATASETS,
+    DataError,
+    DataMissingError,
+    TaskSequence,
+    dataset_info,
+    dataset_parts,
+    load_tasks,
+    source,
+)
+from confitune.tasks.datasets import read_dataset
 
 GREY = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 NAMED = sorted(set(DATASETS) - {"folder"})
@@ -161,6 +171,18 @@ def test_every_task_is_the_datasets_own() -> None:
     assert len({id(task.train.pixels) for task in tasks}) == 2
     assert {task.train.pixels.shape[-1] for task in tasks} == {8, 64}
     assert {tuple(x.shape[1:]) for x in pictures(tasks)} == {(3, 64, 64)}
+
+
+def test_a_dataset_is_read_once_however_many_parts_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_names: list[str] = []
+
+    def spy(name: str, *rest: object) -> object:
+        read_names.append(name)
+        return read_dataset(name, *rest)
+
+    monkeypatch.setattr(source, "read_dataset", spy)
+    load_tasks("digits:5+photos:1+digits:1-2+photos:3", **GREY)
+    assert read_names == ["digits", "photos"]
 
 
 def test_tasks_of_one_dataset_in_another_order() -> None:

@@ -59,7 +59,7 @@ class Source:
         where = (
             Path(dataset.removeprefix(FOLDER_PREFIX)) if info.name == "folder" else data_dir or _home("DATA", "data")
         )
-        images = read_dataset(info.name, where.expanduser(), download)
+        images = read_dataset(info.name, Path(os.path.expanduser(where)), download)
         usual = info.classes_per_task or default_classes_per_task(len(images.classes))
         per_task = usual if classes_per_task is None else classes_per_task
         try:
