@@ -363,6 +363,10 @@ def test_a_missing_recipe(confitune, tmp_path):
         ("--model test_resnet", "start.pth does not fit"),
         ("--dataset folder:nowhere", "the folder nowhere is not there"),
         ("--dataset folder:", "a folder set needs its path"),
+        ("--dataset photos:1+digit:2", "there is no dataset 'digit'; did you mean 'digits'?"),
+        ("--dataset photos:1+digits:6", "digits has 5 tasks of 2 classes, so digits:6 is impossible"),
+        ("--dataset photos:1+digits:1 --tasks 3", "photos:1+digits:1 has 2 tasks, so tasks=3 is impossible"),
+        ("--dataset photos:1+digits:1 --method finetune --method joint", "leave the method joint out"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_one_message(confitune, tiny, tmp_path, no_runs, options, expected):
@@ -485,6 +489,13 @@ def test_help_is_quick_because_it_imports_no_torch(arguments):
     assert "HEAVY []" in said
     expected = {"--help": ["run", "models"], "run": ["--dataset", "--resume", "--method"], "models": ["pattern"]}
     assert all(word in said for word in expected[arguments[0]])
+
+
+@pytest.mark.parametrize("command", ["run", "tune"])
+def test_help_shows_how_datasets_are_joined(confitune, command):
+    said = " ".join(confitune(command, "--help").out.replace("│", " ").split())
+    assert "photos:1-2+digits:1+photos:3-5" in said
+    assert "only the first so many tasks, of all parts of the dataset together" in said
 
 
 def test_help_shows_how_a_run_can_be_made_faster(confitune):

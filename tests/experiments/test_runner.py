@@ -58,10 +58,23 @@ def test_each_run_has_a_folder_of_its_own(finished):
         ("folder:/data/my images", "folder-data-my-images"),
         ("folder:../x/[y]/", "folder-..-x-y"),
         ("folder:~/a+b_c.d", "folder-a+b_c.d"),
+        ("photos:1-2+digits:1+photos:3-5", "photos-1-2+digits-1+photos-3-5"),
+        ("folder:/a b:1-2+photos", "folder-a-b-1-2+photos"),
+        ("folder:" + "a" * 193, "folder-" + "a" * 193),
     ],
 )
 def test_a_datasets_path_becomes_one_plain_name(tmp_path, dataset, folder):
     assert run_folder(tmp_path, dataset, "l2+confit", 7) == tmp_path / folder / "l2+confit" / "seed-7"
+
+
+def test_names_that_no_file_can_have_are_cut_and_still_differ(tmp_path):
+    names = ["+".join(f"folder:/data/of/somebody/{last}{k}:1" for k in range(40)) for last in ("a", "b")]
+    folders = [run_folder(tmp_path, name, "confit", 0) for name in (*names, names[0] + "0")]
+    assert len(set(folders)) == 3
+    for folder in folders:
+        folder.mkdir(parents=True)
+        assert len(folder.parts[-3]) == 200
+    assert folders[0].parts[-3].startswith("folder-data-of-somebody-a0-1+folder-data-of-somebody-a1-1+")
 
 
 def test_a_result_holds_everything_it_takes_to_repeat_it(finished, values, weights):

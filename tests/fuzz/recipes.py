@@ -13,6 +13,7 @@ from PIL import Image
 
 from confitune.experiments import make_recipe, merge_options, read_recipe, read_scope
 from confitune.experiments.reproduce.plan import parts_of
+from confitune.tasks import dataset_parts
 from fuzz.mutations import DEEP, changed, damaged
 from fuzz.watch import Watch
 
@@ -74,10 +75,11 @@ def _prepare(values: dict[str, Any], photos: Path) -> None:
     for method in recipe.methods:
         recipe.train_settings(0, method).torch_device()
         recipe.identity(method, recipe.seeds - 1, "0" * 64)
-    elsewhere = recipe.dataset.startswith("folder:") and not os.path.isdir(recipe.dataset.removeprefix("folder:"))
+    asked = {part.dataset for part in dataset_parts(recipe.dataset)} - {f"folder:{photos}", "digits"}
+    nowhere = all(name.startswith("folder:") and not os.path.isdir(name.removeprefix("folder:")) for name in asked)
     # A recipe may say where images are cached, anywhere.
     mine = Path(os.path.abspath(recipe.cache_dir or photos)).is_relative_to(photos.parent)
-    if mine and (elsewhere or recipe.dataset in (f"folder:{photos}", "digits")):  # others would be downloaded
+    if mine and nowhere:  # others would be downloaded
         sequence = recipe.load_tasks((0.5,) * 3, (0.2,) * 3)
         if recipe.held_out is not None:
             sequence.validating(recipe.held_out, recipe.order_seed)
@@ -138,6 +140,13 @@ _HARMFUL = [
     b"dataset: digits\ndevice: cuda:99999999999999999999",
     b"dataset: digits\ndevice: meta",
     b'dataset: "folder:\\0"',
+    b'dataset: "digits:1+folder:~\\0:1"',
+    b'dataset: "digits:1+folder:~\\ud800:1"',
+    b"dataset: digits:1-999999999",
+    b"dataset: digits:" + b"9" * 1900,
+    b"dataset: " + b"+".join(b"digits:%d" % n for n in range(1, 190)),
+    b"dataset: " + b"+" * 1900,
+    b"dataset: digits:1+folder:" + b"a" * 1900 + b":1",
     b'dataset: digits\ncache_dir: "\\ud800"',
     b"dataset: folder:" + b"a" * 5000,
     b"what: 5",

@@ -102,8 +102,11 @@ def test_thin_images_are_named(load, class_folders: Path, write_image) -> None:
 
 
 def test_bad_folders_are_explained(load, class_folders: Path, tmp_path: Path, write_image) -> None:
-    with pytest.raises(DataMissingError, match="nowhere is not there"):
-        load(tmp_path / "nowhere")
+    for name in ("nowhere", "n" * 300):
+        with pytest.raises(DataMissingError, match=f"{name} is not there"):
+            load(tmp_path / name)
+    with pytest.raises(DataMissingError, match="the folder ~nobody-of-that-name/x is not there"):
+        load(Path("~nobody-of-that-name/x"))
     with pytest.raises(DataError, match="holds 0 class folders"):
         load(class_folders / "ant")
     (class_folders / "empty").mkdir()

@@ -12,6 +12,22 @@ from confitune.cli.app import Option, app, stoppable
 
 _WITH_RESUME = "the same command with --resume goes on where it was"
 
+DatasetName = Annotated[
+    str | None,
+    Option(
+        help="photos, digits (offline), flowers102, cifar100, cub200, caltech101, or folder:PATH; or tasks of several, "
+        "counted from 1: photos:1-2+digits:1+photos:3-5"
+    ),
+]
+Tasks = Annotated[int | None, Option(help="only the first so many tasks, of all parts of the dataset together")]
+Epochs = Annotated[
+    int | None, Option(help="a task; default: the dataset's (the paper's for its four sets), of several the first's")
+]
+BatchSize = Annotated[int | None, Option(help="default: the dataset's, of several the first's")]
+PipelineName = Annotated[
+    str | None,
+    Option(help="clean, or published (what the paper's code fed the network), which every part must have"),
+]
 On = Annotated[
     str,
     Option(
@@ -60,10 +76,7 @@ _NOT_IN_RECIPE = ("recipe", "method", "set_option", "checkpoint_seconds", "out",
 @app.command(name="run")
 def run_command(
     recipe: Annotated[Path | None, typer.Argument(help="a YAML file with any of the options below")] = None,
-    dataset: Annotated[
-        str | None,
-        Option(help="photos, digits (offline), flowers102, cifar100, cub200, caltech101, or folder:PATH"),
-    ] = None,
+    dataset: DatasetName = None,
     order_seed: Annotated[int | None, Option(help="of the order of classes, and so of what makes a task")] = None,
     method: Annotated[
         list[str] | None,
@@ -74,10 +87,10 @@ def run_command(
     data_dir: Annotated[Path | None, Option(help="folder that holds the datasets")] = None,
     cache_dir: Annotated[Path | None, Option(help="folder for decoded images")] = None,
     seeds: Annotated[int | None, Option(help="how many runs of each method, with seeds 0, 1, ...")] = None,
-    tasks: Annotated[int | None, Option(help="only the first so many tasks")] = None,
-    classes_per_task: Annotated[int | None, Option(help="default: the dataset's")] = None,
-    epochs: Annotated[int | None, Option(help="a task; default: the dataset's (the paper's for its four sets)")] = None,
-    batch_size: Annotated[int | None, Option(help="default: the dataset's")] = None,
+    tasks: Tasks = None,
+    classes_per_task: Annotated[int | None, Option(help="in every part; default: the dataset's")] = None,
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
     device: Annotated[str | None, Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
     precision: Annotated[str | None, Option(help="auto (bf16 on GPUs), fp32 or bf16")] = None,
     step: Annotated[
@@ -88,7 +101,7 @@ def run_command(
     deterministic: Annotated[
         bool | None, Option("--deterministic", help="the same bits in every run on this kind of GPU")
     ] = None,
-    pipeline: Annotated[str | None, Option(help="clean, or published (what the paper's code fed the network)")] = None,
+    pipeline: PipelineName = None,
     means: Annotated[str | None, Option(help="window (exact) or phase (the paper's)")] = None,
     statistics: Annotated[str | None, Option(help="running (the paper's) or pass (after the last step)")] = None,
     variance: Annotated[
@@ -127,6 +140,8 @@ def run_command(
 
       confitune run recipes/flowers102.yaml --out runs/flowers --resume
 
+      confitune run --dataset photos:1-2+digits:1+photos:3-5  [dim]# a task from elsewhere in between[/dim]
+
       confitune run --method confit --method ewc --method mas --seeds 5 --on ray --cpus-per-run 1
 
       torchrun --nproc-per-node 4 -m confitune run --dataset flowers102  [dim]# one network on four GPUs[/dim]
@@ -160,21 +175,18 @@ _NOT_IN_TUNE_RECIPE = (*_NOT_IN_RECIPE, "option", "grid", "retrain")
 def tune_command(
     method: Annotated[str, typer.Argument(help="one method: ewc, si, rwalk, mas, mas-cpr, ewc+confit, ...")],
     recipe: Annotated[Path | None, typer.Argument(help="a YAML file as `confitune run` takes it")] = None,
-    dataset: Annotated[
-        str | None,
-        Option(help="photos, digits (offline), flowers102, cifar100, cub200, caltech101, or folder:PATH"),
-    ] = None,
+    dataset: DatasetName = None,
     order_seed: Annotated[int | None, Option(help="of the order of classes, and of what is held out")] = None,
     model: Annotated[str | None, Option(help="a timm or torchvision name, e.g. resnet18.tv_in1k")] = None,
     weights: Annotated[str | None, Option(help="a .safetensors or .pth file, or 'none' for a random start")] = None,
     data_dir: Annotated[Path | None, Option(help="folder that holds the datasets")] = None,
     cache_dir: Annotated[Path | None, Option(help="folder for decoded images")] = None,
     seeds: Annotated[int | None, Option(help="how many runs of each value, with seeds 0, 1, ...")] = None,
-    tasks: Annotated[int | None, Option(help="only the first so many tasks")] = None,
-    epochs: Annotated[int | None, Option(help="a task; default: the dataset's (the paper's for its four sets)")] = None,
-    batch_size: Annotated[int | None, Option(help="default: the dataset's")] = None,
+    tasks: Tasks = None,
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
     device: Annotated[str | None, Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
-    pipeline: Annotated[str | None, Option(help="clean, or published (what the paper's code fed the network)")] = None,
+    pipeline: PipelineName = None,
     set_option: Annotated[
         list[str] | None, Option("--set", help="repeatable: another option of the method, e.g. mas.strength=30")
     ] = None,
@@ -245,7 +257,7 @@ def reproduce_command(
     weights: Annotated[str | None, Option(help="a .safetensors or .pth file, or 'none'")] = None,
     data_dir: Annotated[Path | None, Option(help="folder that holds the datasets")] = None,
     cache_dir: Annotated[Path | None, Option(help="folder for decoded images")] = None,
-    tasks: Annotated[int | None, Option(help="only the first so many tasks")] = None,
+    tasks: Tasks = None,
     device: Annotated[str | None, Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
     precision: Annotated[str | None, Option(help="auto (bf16 on GPUs), fp32 or bf16")] = None,
     means: Annotated[str | None, Option(help="phase (default: the paper's) or window (exact)")] = None,

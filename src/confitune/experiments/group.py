@@ -70,6 +70,8 @@ class Loaded:
         ranks.require_device(device)
         with ranks.first_goes_before("data"):
             sequence = load_sequence(recipe, backbone, progress)
+        if any(recipe.method(name).joint for name in recipe.methods):
+            sequence.require_joinable()  # now, not after the methods that do without have been trained
         return cls(backbone, place(sequence, device, recipe.pixels), ranks)
 
 

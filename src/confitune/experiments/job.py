@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from confitune.nn import ContinualNet
 from confitune.tasks import TaskSequence
 
 RESULT, LOCK = "result.json", ".lock"
+_LONGEST = 200  # bytes of a name; file systems take 255, and pictures say more than the dataset
 
 # From a network, its tasks, its settings and its folder to listeners that measure something on the way.
 Watch = Callable[[ContinualNet, TaskSequence, TrainSettings, Path], Sequence[Listener]]
@@ -75,8 +78,18 @@ class TrainingError(ConfituneError):
 
 
 def run_folder(out: Path, dataset: str, method: str, seed: int) -> Path:
-    """`out/<dataset>/<method>/seed-<k>`; a dataset's path becomes a plain name."""
-    return out / re.sub(r"[^A-Za-z0-9._+-]+", "-", dataset).strip("-.") / method / f"seed-{seed}"
+    """`out/<dataset>/<method>/seed-<k>`; a dataset's path, and parts of datasets, become a plain name."""
+    return out / file_name(dataset) / method / f"seed-{seed}"
+
+
+def file_name(dataset: str) -> str:
+    """What a dataset's folder or file is called; one that no file can have is cut, with a checksum at its end.
+
+    >>> file_name("photos:1-2+folder:/data/my images")
+    'photos-1-2+folder-data-my-images'
+    """
+    plain = re.sub(r"[^A-Za-z0-9._+-]+", "-", dataset).strip("-.")
+    return plain if len(plain) <= _LONGEST else f"{plain[: _LONGEST - 9]}-{zlib.crc32(os.fsencode(dataset)):08x}"
 
 
 def groups_of(jobs: Sequence[Job], size: int) -> list[list[Job]]:

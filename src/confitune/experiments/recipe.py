@@ -15,14 +15,16 @@ from confitune.errors import ConfituneError
 from confitune.experiments.paper import chosen_options
 from confitune.experiments.recipe_file import parse_yaml
 from confitune.methods import METHODS, PENALTIES, Method, create_method
-from confitune.tasks import Progress, TaskSequence, dataset_info, load_tasks
+from confitune.tasks import Progress, TaskSequence, dataset_info, dataset_parts, load_tasks
 
 
 class Recipe(TrainOptions):
-    """One experiment. What is left out takes the default of the dataset, or the paper's."""
+    """One experiment. What is left out takes the default of the dataset (of several: the first), or the paper's."""
 
     dataset: str = Field(
-        "photos", description="photos, digits, flowers102, cifar100, cub200, caltech101 or folder:PATH"
+        "photos",
+        description="photos, digits, flowers102, cifar100, cub200, caltech101 or folder:PATH; tasks of several: "
+        "photos:1-2+digits:1+photos:3-5",
     )
     methods: tuple[str, ...] = Field(("finetune", "confit"), min_length=1, description="methods to compare")
     model: str = Field("tf_efficientnet_lite0", description="a timm or torchvision name")
@@ -32,8 +34,8 @@ class Recipe(TrainOptions):
     order_seed: int = Field(
         0, ge=0, lt=2**63, description="of the order of classes, and so of what makes a task (paper: 0)"
     )
-    tasks: int | None = Field(None, ge=1, description="only the first so many tasks")
-    classes_per_task: int | None = Field(None, ge=2, description="default: the dataset's")
+    tasks: int | None = Field(None, ge=1, description="only the first so many tasks, of all parts together")
+    classes_per_task: int | None = Field(None, ge=2, description="in every part; default: the dataset's")
     held_out: float | None = Field(
         None, gt=0, lt=1, description="test on this share of the training images instead, to choose options by"
     )
@@ -70,8 +72,8 @@ class Recipe(TrainOptions):
         return value
 
     def method(self, name: str) -> Method:
-        """A method with this recipe's options; where it has none, with the paper's for the dataset."""
-        known = chosen_options(self.dataset)
+        """A method with this recipe's options; where it has none, with the paper's for the (first) dataset."""
+        known = chosen_options(dataset_parts(self.dataset)[0].dataset)
         parts = {*known, *self.options}
         return create_method(name, {part: {**known.get(part, {}), **self.options.get(part, {})} for part in parts})
 

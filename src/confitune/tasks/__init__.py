@@ -1,7 +1,8 @@
 """What is learned: tasks, sequences of tasks, datasets, splits, and the decode-once image store."""
 
-from confitune.tasks.catalog import DATASETS, DatasetInfo, dataset_info
+from confitune.tasks.catalog import DATASETS, DatasetInfo
 from confitune.tasks.errors import DataError, DataMissingError, StoreError, UnreadableImageError
+from confitune.tasks.joined import dataset_info, dataset_parts
 from confitune.tasks.load import load_folder_task, load_tasks
 from confitune.tasks.lock import exclusive, is_free
 from confitune.tasks.pipelines import CROP, Pipeline
@@ -30,6 +31,7 @@ __all__ = [
     "UnreadableImageError",
     "damaged_stores",
     "dataset_info",
+    "dataset_parts",
     "exclusive",
     "is_free",
     "is_image_name",

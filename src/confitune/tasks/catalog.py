@@ -139,15 +139,8 @@ _SETS = (
 DATASETS: Mapping[str, DatasetInfo] = MappingProxyType({info.name: info for info in _SETS})
 
 
-def dataset_info(name: str) -> DatasetInfo:
-    """The dataset called `name`; "folder:PATH" gives the entry "folder".
-
-    >>> dataset_info("flowers102").epochs
-    10
-    >>> dataset_info("flower102")
-    Traceback (most recent call last):
-    confitune.tasks.errors.DataError: there is no dataset 'flower102'; did you mean 'flowers102'?
-    """
+def one_dataset(name: str) -> DatasetInfo:
+    """The dataset called `name`; "folder:PATH" gives the entry "folder". Names of parts are `joined.py`'s."""
     if name.startswith(FOLDER_PREFIX) and name != FOLDER_PREFIX:
         return DATASETS["folder"]
     if name in ("folder", FOLDER_PREFIX):

@@ -24,7 +24,7 @@ class TaskSequence(Sequence[Task]):
     """Tasks in the order in which they are learned; indexed and sliced like a tuple.
 
     Args:
-        name: of the dataset, e.g. "flowers102".
+        name: of the dataset, e.g. "flowers102", or of its parts, e.g. "photos:1-2+digits:1".
         pipeline: how its images were treated: "clean", "published" or, for a user's own datasets, "own".
         tasks: the tasks, with different names.
         unused_classes: classes of the dataset that were left over when it was cut into tasks of equal size.
@@ -65,19 +65,33 @@ class TaskSequence(Sequence[Task]):
             raise DataError(f"{self.name!r} has {len(self)} tasks; cannot take the first {n}")
         return self[:n]
 
+    def require_joinable(self) -> None:
+        """Refuse tasks that `joined` cannot make one of: one task has one size of stored images, and one preprocess."""
+        remedy = "leave the method joint out, or take tasks of datasets whose images are stored and preprocessed alike"
+        preprocess = {task.preprocess: task.name for task in reversed(self.tasks)}
+        if len(preprocess) > 1:
+            found = ", ".join(f"{name!r} by {how}" for how, name in reversed(preprocess.items()))
+            raise DataError(
+                f"the tasks of {self.name!r} are preprocessed differently and cannot be joined: {found}; {remedy}"
+            )
+        for split in ([task.train for task in self], [task.test for task in self]):
+            kinds = {(images.pixels.dtype, tuple(images.pixels.shape[1:])) for images in split}
+            if len(kinds) > 1:
+                found = ", ".join(sorted(f"{dtype} {list(shape)}" for dtype, shape in kinds))
+                raise DataError(
+                    f"the tasks of {self.name!r} hold images of different kinds and cannot be joined: {found}; {remedy}"
+                )
+
     def joined(self) -> TaskSequence:
         """All tasks as one, with all classes and all data (joint training, the upper bound).
 
         `groups` of the one task says which classes came from which task, so that accuracy can still be measured
-        within each. Where two tasks have a class of the same name, every class is named "task:class".
+        within each. Where two tasks have a class of the same name, every class is named "task:class". See
+        `require_joinable` for what cannot be joined.
         """
         if len(self) == 1 and self[0].groups:
             return self
-        preprocess = {task.preprocess for task in self}
-        if len(preprocess) > 1:
-            raise DataError(
-                f"the tasks of {self.name!r} are preprocessed differently and cannot be joined: {preprocess}"
-            )
+        self.require_joinable()
         names = [name for task in self for name in task.classes]
         if len(set(names)) != len(names):
             names = [f"{task.name}:{name}" for task in self for name in task.classes]
@@ -86,8 +100,8 @@ class TaskSequence(Sequence[Task]):
         whole = Task(
             name="joint",
             classes=tuple(names),
-            train=_joined_images([task.train for task in self], starts, self.name),
-            test=_joined_images([task.test for task in self], starts, self.name),
+            train=_joined_images([task.train for task in self], starts),
+            test=_joined_images([task.test for task in self], starts),
             preprocess=self[0].preprocess,
             groups=tuple(zip(starts, stops, strict=True)),
         )
@@ -152,16 +166,12 @@ class TaskSequence(Sequence[Task]):
         return cls(name=name, pipeline="own", tasks=tasks)
 
 
-def _joined_images(parts: Sequence[Images], starts: Sequence[int], name: str) -> Images:
+def _joined_images(parts: Sequence[Images], starts: Sequence[int]) -> Images:
     """One `Images` of all parts, each part's labels moved up to its place among all classes."""
     blocks: list[Tensor] = []
     for part in parts:
         if not any(part.pixels is block for block in blocks):
             blocks.append(part.pixels)
-    kinds = {(block.dtype, tuple(block.shape[1:])) for block in blocks}
-    if len(kinds) > 1:
-        shapes = ", ".join(sorted(f"{dtype} {list(shape)}" for dtype, shape in kinds))
-        raise DataError(f"the tasks of {name!r} hold images of different kinds and cannot be joined: {shapes}")
     first_row, offsets = 0, []
     for block in blocks:
         offsets.append(first_row)

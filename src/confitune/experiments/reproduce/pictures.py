@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from confitune.experiments.drawing import COLOURS, GRID, INK, LINE_STYLES, MUTED, save_figure
+from confitune.experiments.job import file_name
 
 Scale = Literal["linear", "log", "symlog"]
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -62,4 +63,4 @@ def _panel(axes: Axes, lines: Lines, heading: str, x: str, y: str, scale: Scale)
 
 def picture_name(what: str, dataset: str) -> str:
     """The file of a dataset's picture."""
-    return f"{what}-{dataset}.png".replace(":", "-").replace("/", "-")
+    return f"{what}-{file_name(dataset)}.png"

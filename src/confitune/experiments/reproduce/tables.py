@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from confitune.experiments.job import file_name
 from confitune.experiments.paper import reported, reported_datasets, searched
 from confitune.experiments.place import Place
 from confitune.experiments.reproduce.compare import Claim, cells_of, shown
@@ -42,9 +43,10 @@ def _told(paper: dict[str, int], key: str) -> str:
 def _counts(tasks: list[Task], unused: int) -> dict[str, int]:
     train = torch.cat([torch.bincount(task.train.labels.cpu(), minlength=len(task.classes)) for task in tasks])
     test = torch.cat([torch.bincount(task.test.labels.cpu(), minlength=len(task.classes)) for task in tasks])
+    sizes = {len(task.classes) for task in tasks}
     return {
         "tasks": len(tasks),
-        "classes_per_task": len(tasks[0].classes),
+        **({"classes_per_task": sizes.pop()} if len(sizes) == 1 else {}),  # of several datasets they can differ
         "classes_left_over": unused,
         "train_images": int(train.sum()),
         "test_images": int(test.sum()),
@@ -182,7 +184,7 @@ def search(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             values = scope.recipe(dataset, entry.method).model_dump(exclude_unset=True)
             grid = [value_text(v) for v in (entry.grid[:2] if scope.quick else entry.grid)]
             planned = plan_search(entry.method, values, grid=grid)
-            folder = scope.out / "search" / dataset / entry.method
+            folder = scope.out / "search" / file_name(dataset) / entry.method
             run_search(planned, folder, place=place, resume=True, retrain=False)
             found = json.loads((folder / "search.json").read_text())
             picture = folder / "search.png"

@@ -7,6 +7,7 @@ class folder belong to the class.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ LAYOUT = "it should hold train/ and test/ with one folder of images for each cla
 
 def read_folder(path: Path) -> ImageSet:
     """All images, class by class in sorted order, each class's files sorted by name."""
-    if not path.is_dir():
+    if not os.path.isdir(path):  # also for a path that is too long, where pathlib raises
         raise DataMissingError(f"the folder {path} is not there; write folder:PATH with the path of your images")
     if _has_folders(path / "train") and _has_folders(path / "test"):
         return _two_parts(path)
