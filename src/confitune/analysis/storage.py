@@ -161,7 +161,6 @@ def _learn(net: ContinualNet, method: Method, name: str, classes: int, images: T
         batches=lambda size: (),
         train=train,
         sample=lambda at_most: torch.arange(len(images)),
-        measure=lambda order: net.measure([images[order]]),
         features=lambda order: net.features_of(images[order]),
         note=lambda message: None,
         run=lambda *args, **kwargs: None,

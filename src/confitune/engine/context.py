@@ -68,7 +68,6 @@ def context_of(fit: TaskFit) -> TaskContext:
         batches=stored_order,
         train=train,
         sample=sample,
-        measure=fit.measure,
         features=features,
         note=lambda message: fit.listener.note(f"task {task.name!r}: {message}"),
         run=run,

@@ -153,22 +153,18 @@ class TaskFit:
                 self.parameters.unfreeze()
                 for penalty in self.method.penalties:
                     penalty.end_task(context)
-                self._measured("pass", self.net.finish_task, self._order("pass", 0))
+                self._finish()
         finally:
             self.parameters.unfreeze()
 
-    def measure(self, order: Tensor) -> None:
-        """Statistics of the training images at these positions, into the network's live slot."""
-        self._measured("measure", self.net.measure, order)
-
-    def _measured(self, purpose: str, measure: Callable[..., None], order: Tensor) -> None:
-        """Have the network measure images, in float16 where that is fast and nothing becomes infinite."""
+    def _finish(self) -> None:
+        """Have the network measure what it needs, in float16 where that is fast and nothing becomes infinite."""
         fast = self.device.type == "cuda" and self.settings.bf16(self.device)
         for half in (True, False) if fast else (False,):
-            torch.manual_seed(derived_seed(self.settings.seed, *self.ranks.own(purpose, self.index)))
-            pixels = (pixels for pixels, _ in self._batches(order))
+            torch.manual_seed(derived_seed(self.settings.seed, *self.ranks.own("pass", self.index)))
+            pixels = (pixels for pixels, _ in self._batches(self._order("pass", 0)))
             try:
-                measure(pixels, partial(self._measure, half), self.executor.lanes)
+                self.net.finish_task(pixels, partial(self._measure, half), self.executor.lanes)
                 return
             except InfiniteError:
                 if not half:

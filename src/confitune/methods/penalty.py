@@ -28,8 +28,7 @@ class TaskContext:
     batches: Callable[[int], Iterable[tuple[Tensor, Tensor]]]
     train: Callable[..., None]  # train(other, only_epoch=None): train another network on this task, without penalties
     sample: Callable[[int], Tensor]  # positions of at most so many training images, drawn at random, in whole batches
-    measure: Callable[[Tensor], None]  # statistics of the training images at these positions, into the live slot
-    features: Callable[[Tensor], Tensor]  # of the training images at these positions, in evaluation mode [N, F]
+    features: Callable[[Tensor], Tensor]  # of the training images at these positions [N, F], by the network as it is
     note: Callable[[str], None]  # tell a person
     run: Callable[..., None]  # run(net, kind, function, *tensors): the function, captured where that is faster
     seed: int  # for what a penalty draws in this task

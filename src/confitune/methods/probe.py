@@ -28,7 +28,7 @@ class ProbeOptions(PartOptions):
 
     worse: float = Field(2.0, ge=1, description="where its own statistics leave so many times as much unexplained")
     most: float = Field(0.5, ge=0, description="but not where pre-trained ones leave more than this: much to be gained")
-    images: int = Field(128, ge=2, description="that both are judged by; all of a smaller task")
+    images: int = Field(256, ge=2, description="that both are judged by; all of a smaller task")
 
 
 class Probe(Penalty):
@@ -52,15 +52,13 @@ class Probe(Penalty):
     def settles(self, context: TaskContext) -> bool:
         net, classes = context.net, context.classes
         chosen = context.sample(self.options.images)
-        labels = context.labels.cpu()[chosen]
+        labels = context.labels[chosen.to(context.labels.device)]
         with net.at_pretrained(measured=len(chosen)):
-            pretrained = unexplained(context.features(chosen).cpu(), labels, classes)
+            pretrained = unexplained(context.features(chosen), labels, classes)
         if pretrained > self.options.most:
             return False
-        with net.trying():
-            context.measure(chosen)
-            net.eval()
-            own = unexplained(context.features(chosen).cpu(), labels, classes)
+        with net.at_batch_moments():
+            own = unexplained(context.features(chosen), labels, classes)
         if own < self.options.worse * pretrained:
             return False
         with net.at_pretrained():

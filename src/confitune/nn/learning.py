@@ -168,17 +168,27 @@ class LearningSlots(MeasuredSlots):
         state = self._require_pretrained()
         with self.trying(), torch.no_grad():
             state.load()
-            self._recover(state.means_today())
+            means = state.means_today()
+            self._recover(means)
             self.eval()
             if measured:
-                with state.measuring(measured):
+                with state.measuring(measured, means):
                     yield
             else:
                 yield
 
+    @contextmanager
+    def at_batch_moments(self) -> Iterator[None]:
+        """Within, in evaluation mode but for batch norms: they use the moments of the batch at hand, as in training."""
+        with self.trying(), torch.no_grad():
+            self.eval()
+            for norm in self._batch_norms():
+                norm.train()
+            yield
+
     @torch.no_grad()
     def features_of(self, x: Tensor) -> Tensor:
-        """What the backbone makes of images in evaluation mode, in the state that it is in."""
+        """What the backbone makes of images, in the state that it is in."""
         self._image_size = plane_of(x)
         return self._run_backbone(x)
 

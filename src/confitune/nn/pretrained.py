@@ -67,14 +67,15 @@ class PretrainedState(nn.Module):
         return self.parts()[f"{next(name for name, known in self._recovering().items() if known is norm)}.running_mean"]
 
     @contextmanager
-    def measuring(self, images: int) -> Iterator[None]:
+    def measuring(self, images: int, means: list[Tensor]) -> Iterator[None]:
         """Within, what passes the network, in evaluation mode and in this state, is averaged into M.
 
         Args:
             images: how many will.
+            means: those of today, which it leaves as they are.
         """
         statistics = list(self._memory.statistics.values())
-        tracked, means = [s.tracking for s in statistics], self.means_today()
+        tracked = [s.tracking for s in statistics]
         before = [table.clone() for s in statistics for table in s.tables]
         for s in statistics:
             s.reset()
