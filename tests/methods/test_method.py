@@ -244,11 +244,11 @@ def test_an_unknown_penalty_is_answered_with_the_nearest(name, near):
 
 
 def test_every_penalty_by_its_name():
-    assert list(KNOWN) == ["ewc", "si", "rwalk", "mas", "cpr", "afec", "averaging", "conv-step"]
+    assert list(KNOWN) == ["ewc", "si", "rwalk", "mas", "cpr", "afec", "averaging", "conv-step", "probe"]
     for name, penalty in KNOWN.items():
         assert penalty.name == name
         assert penalty.summary
-        assert penalty.reference or name == "conv-step"
+        assert penalty.reference or name in ("conv-step", "probe")
         assert all(field.description for field in penalty.Options.model_fields.values())
 
 

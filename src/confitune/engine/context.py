@@ -44,7 +44,8 @@ def context_of(fit: TaskFit) -> TaskContext:
 
     def features(order: Tensor) -> Tensor:
         found, done = torch.zeros(len(order), fit.net.features, device=fit.device), 0
-        for positions in order.split(settings.eval_batch_size):
+        # In batches of the training size: what is measured on the way is an average over batches, which are alike then.
+        for positions in order.split(fit.batch_size):
             here = ranks.part(torch.arange(done, done + len(positions)))
             for pixels, _ in batches(task.train, len(positions), fit.device, order[here]):
                 with torch.autocast(fit.device.type, torch.bfloat16, enabled=settings.bf16(fit.device)):

@@ -80,4 +80,4 @@ class Probe(Penalty):
         (True, False, True)
         """
         clearly = own + 1 > self.options.worse * (pretrained + 1)
-        return bool(clearly or pretrained <= (1 - self.options.enough) * images)
+        return bool(clearly or (images - pretrained) / images >= self.options.enough)

@@ -150,14 +150,15 @@ class LearningSlots(MeasuredSlots):
     def trying(self) -> Iterator[None]:
         """Within, the current, unfinished task's batch norms and statistics may be changed: it all comes back."""
         entry, was_training = self.tasks[self.current_task], self.training
-        counted = [(norm, norm.num_batches_tracked.clone()) for norm in self._measured_norms()]
+        counters = [n.num_batches_tracked for n in self._measured_norms() if n.num_batches_tracked is not None]
+        counted = [counter.clone() for counter in counters]
         self._store_current()
         try:
             yield
         finally:
             self._memory.load(entry, self.head)
-            for norm, batches in counted:
-                norm.num_batches_tracked.copy_(batches)
+            for counter, batches in zip(counters, counted, strict=True):
+                counter.copy_(batches)
             self._recovered_at = None
             self.train(was_training)
 
