@@ -110,7 +110,7 @@ class TaskMemory:
         for statistics in self.statistics.values():
             statistics.fold()
         entry.finished, entry.pretrained = finished, False
-        entry.row = torch.cat([self.packed(entry.layout), _packed_head(head)])
+        entry.row = torch.cat([*self._flat(entry.layout), _packed_head(head)])
         entry.sizes = tuple(statistics.size for statistics in self.statistics.values())
         entry.batches = tuple(statistics.batches for statistics in self.statistics.values())
 
@@ -134,7 +134,7 @@ class TaskMemory:
 
     def packed(self, layout: Layout) -> Tensor:
         """The live slot without its head as one row."""
-        return torch.cat([self._kept(slot, layout).reshape(-1) for slot in self._slots(layout)] or [torch.empty(0)])
+        return torch.cat(self._flat(layout))
 
     @torch.no_grad()
     def unpack(self, row: Tensor, layout: Layout) -> None:
@@ -195,6 +195,9 @@ class TaskMemory:
                 "keep_pretrained=True)"
             )
         return self.pretrained
+
+    def _flat(self, layout: Layout) -> list[Tensor]:
+        return [self._kept(slot, layout).reshape(-1) for slot in self._slots(layout)]
 
     def _kept(self, slot: _Slot, layout: Layout) -> Tensor:
         """What is kept of a live tensor."""
