@@ -44,7 +44,7 @@ def left_out_mistakes(features: Tensor, labels: Tensor, classes: int) -> Tensor:
     form: with H the matrix that takes Y to the fitted values, the value that image i gets from the others is
     (H Y - h Y)_i / (1 - h_i), h the diagonal of H.
 
-    >>> left_out_mistakes(torch.tensor([[0.0], [1.0], [2.0], [7.0], [8.0], [9.0]]), torch.tensor([0, 0, 0, 1, 1, 0]), 2)
+    >>> left_out_mistakes(torch.tensor([[0.0], [1.0], [2.0], [7.0], [8.0], [1.0]]), torch.tensor([0, 0, 0, 1, 1, 1]), 2)
     tensor([False, False, False, False, False,  True])
     """
     _, _, x = _standardised(features)
