@@ -144,6 +144,29 @@ def test_a_run_prints_its_tasks_and_the_table(confitune, tiny, tmp_path):
     assert f"Everything is in {out}; the picture to look at first: {out / 'digits' / 'overview.png'}" in said.out
 
 
+def test_a_run_in_which_no_task_is_trained(confitune, tiny, tmp_path):
+    """Every task settles: there are no epochs to log, and no images a second."""
+    out = tmp_path / "out"
+    options = ["--method", "best", "--set", "probe.enough=0", "--seeds", 2]
+    said = confitune("run", *tiny, *options, "--out", out)
+    assert said.code == 0, said.err
+    assert (said.out + said.err).count("the backbone stays as it is, a head is fitted") == 4
+    assert "loss" not in said.out
+    results = [RunResult.load(out / f"digits/best/seed-{seed}/result.json") for seed in (0, 1)]
+    for result in results:
+        assert result.images_per_second == 0
+        assert [task["norm_numbers"] for task in result.tasks] == [0, 0]
+        assert result.fgt == 0
+        assert result.config["options"]["probe"]["enough"] == 0
+    assert (out / "digits/best/seed-0/epochs.csv").read_text().splitlines()[1:] == []
+    assert len((out / "digits/best/seed-0/accuracy.csv").read_text().splitlines()) == 1 + 3
+    assert json.loads((out / "summary.json").read_text())["digits"]["best"]["images_per_second"] == [0, 0]
+    again = confitune("run", *tiny, *options, "--out", out, "--resume")
+    assert again.code == 0, again.err
+    page = confitune("report", out)
+    assert page.code == 0, page.err
+
+
 def test_the_default_network_with_the_weights_that_are_installed(confitune, tmp_path):
     out = tmp_path / "out"
     options = ["--dataset", "photos", "--tasks", 2, "--epochs", 2, "--method", "confit"]

@@ -18,10 +18,10 @@ def _block(inputs, outputs, stride, bias=False):
     return conv, nn.BatchNorm2d(outputs), nn.ReLU()
 
 
-def _net(norm="xconv", *, means="window", statistics="running", dropout=0.0, start=0):
-    """`start` seeds the "pre-trained" weights."""
+def _net(norm="xconv", *, dropout=0.0, **options):
+    """Always of the same "pre-trained" weights; `options` are ContinualNet's."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(start)
+        torch.manual_seed(0)
         backbone = nn.Sequential(
             *_block(3, 8, stride=2),
             *_block(8, 12, stride=1),
@@ -30,7 +30,7 @@ def _net(norm="xconv", *, means="window", statistics="running", dropout=0.0, sta
             nn.Flatten(),
             nn.Dropout(dropout),
         )
-    return ContinualNet(backbone, norm=norm, means=means, statistics=statistics)
+    return ContinualNet(backbone, norm=norm, **options)
 
 
 def _task(name, train=(24, 16, 8), test=None, *, base=60, step=40, seed=0):
@@ -80,12 +80,12 @@ def make_run(sequence):
 
     def make(method="confit", *, listeners=(), folder=None, net=None, tasks=sequence, config=None, **options):
         method = METHODS[method] if isinstance(method, str) else method
-        of_net = {key: options.pop(key) for key in ("means", "statistics", "dropout", "start") if key in options}
+        of_net = {key: options.pop(key) for key in ("means", "statistics", "dropout") if key in options}
         of_run = {"checkpoint_seconds": 0} | {
             key: options.pop(key) for key in ("checkpoint_epochs", "checkpoint_seconds", "weights") if key in options
         }
         settings = TrainSettings(**{"epochs": 3, "batch_size": 8, "lr": 0.05, "device": "cpu", **options})
-        net = net or _net(method.norm, **of_net)
+        net = net or _net(method.norm, **{**method.network, **of_net})
         return SequenceRun(net, tasks, method, settings, folder=folder, listeners=listeners, config=config, **of_run)
 
     return make

@@ -42,7 +42,7 @@ def by_two(folder):
 
 
 def assert_same(found, alone):
-    for field in ("losses", "accuracies", "matrix", "rows", "state", "penalties", "one image"):
+    for field in ("losses", "accuracies", "matrix", "rows", "state", "pretrained", "penalties", "one image"):
         if field == "matrix":
             found_matrix, matrix = (torch.tensor([[a or 0.0 for a in row] for row in f[field]]) for f in (found, alone))
             torch.testing.assert_close(found_matrix, matrix, msg=lambda text: f"matrix: {text}")

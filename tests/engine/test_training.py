@@ -10,7 +10,8 @@ from torch.nn.functional import cross_entropy
 
 from confitune.engine import EpochEnd, Listener, TaskFit, TrainSettings, evaluate, fit
 from confitune.errors import ConfituneError
-from confitune.methods import METHODS, create_method
+from confitune.methods import METHODS, Penalty, create_method
+from confitune.nn import InfiniteError
 from confitune.tasks import Images, TaskSequence
 
 
@@ -132,7 +133,7 @@ def test_a_task_smaller_than_a_batch_is_one_smaller_batch(make_net, make_task):
 def test_two_training_images_are_enough(make_net, make_task, method):
     method = METHODS[method]
     task = make_task("dark", (1, 1))
-    net = make_net(method.norm, statistics="pass")
+    net = make_net(method.norm, **{**method.network, "statistics": "pass"})
     fit(net, task, method, TrainSettings(epochs=5, device="cpu"))
     assert net.tasks["dark"].finished
     assert 0 <= evaluate(net, task) <= 100
@@ -146,7 +147,7 @@ def test_a_last_batch_of_one_image_is_no_trouble(make_net, make_task, name, stat
     """17 images in batches of 8: in training, in estimating what weights matter, in the pass and in evaluation."""
     method = create_method(name)
     tasks = [make_task("dark", (9, 8), (9, 8)), make_task("bright", (8, 9), (8, 9), base=170)]
-    net = make_net(method.norm, statistics=statistics)
+    net = make_net(method.norm, **{**method.network, "statistics": statistics})
     for task in tasks:
         fit(net, task, method, TrainSettings(epochs=4, batch_size=8, device="cpu"))
     for task in tasks:
@@ -268,4 +269,89 @@ def test_an_interrupted_fit_leaves_nothing_frozen(make_net, make_task):
     with pytest.raises(KeyboardInterrupt):
         fit(net, make_task("dark"), settings=TrainSettings(epochs=5, device="cpu"), listener=Stop())
     assert all(p.requires_grad for p in net.parameters())
+    assert not net.tasks["dark"].finished
+
+
+# ---- statistics in float16, and again where that is not enough -------------------------------------------------------
+
+
+def trained(net, task, scale=1.0):
+    """A task whose training is over, but for the end of it; the first convolution's outputs grow by `scale`."""
+    settings = TrainSettings(epochs=5, batch_size=8, precision="bf16", device="cpu")
+    fitting = TaskFit(net, task, METHODS["confit"], settings, Listener())
+    with torch.no_grad():
+        net.backbone[0].weight.mul_(scale)
+    return fitting
+
+
+def test_a_pass_in_float16_is_nearer_to_float32_and_has_an_end(make_net, make_task):
+    means = {}
+    for kind, half, precision in (("exact", False, "fp32"), ("bfloat16", False, "bf16"), ("float16", True, "bf16")):
+        net, kinds = make_net("xconv", statistics="pass"), set()
+        net.backbone[0].register_forward_hook(lambda module, args, out, kinds=kinds: kinds.add(out.dtype))
+        fitting = trained(net, make_task("dark"))
+        settings = fitting.settings.model_copy(update={"precision": precision})
+        fitting.settings, fitting.step = settings, dataclasses.replace(fitting.step, settings=settings)
+        fitting._measured("pass", net.finish_task, fitting._order("pass", 0), half)
+        assert kinds == {{"exact": torch.float32}.get(kind) or getattr(torch, kind)}
+        means[kind] = net.task_state_dict("dark")["6.input_means"]
+    errors = {kind: (mean - means["exact"]).abs().max().item() for kind, mean in means.items()}
+    assert 0 < errors["float16"] < 0.5 * errors["bfloat16"]
+    net = make_net("xconv", statistics="pass")
+    fitting = trained(net, make_task("dark"), 1e5)
+    with pytest.raises(InfiniteError):
+        fitting._measured("pass", net.finish_task, fitting._order("pass", 0), half=True)
+    assert not net.tasks["dark"].finished
+    fitting._measured("pass", net.finish_task, fitting._order("pass", 0), half=False)
+    assert net.tasks["dark"].finished
+    assert net.tasks["dark"].row.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "infinite", "passes"),
+    [
+        ("cuda", "auto", {True}, [True, False]),
+        ("cuda", "auto", set(), [True]),
+        ("cuda", "fp32", set(), [False]),
+        ("cpu", "bf16", set(), [False]),
+        ("cuda", "auto", {True, False}, [True, False]),
+        ("cpu", "auto", {False}, [False]),
+    ],
+)
+def test_the_end_of_a_task_is_measured_again_where_float16_was_too_small(
+    make_net, make_task, monkeypatch, device, precision, infinite, passes
+):
+    net, seen = make_net("xconv", statistics="pass"), []
+    settings = TrainSettings(epochs=5, batch_size=8, precision=precision, device="cpu")
+    fitting = TaskFit(net, make_task("dark"), METHODS["confit"], settings, Listener())
+    fitting.device = torch.device(device)  # asked for how to measure; nothing is computed there
+
+    def measured(purpose, measure, order, half):
+        seen.append(half)
+        assert (purpose, measure) == ("pass", net.finish_task)
+        assert torch.equal(order, fitting.drawn(48, "pass", 0))
+        if half in infinite:
+            raise InfiniteError("too large")
+
+    monkeypatch.setattr(fitting, "_measured", measured)
+    if False in infinite:
+        with pytest.raises(InfiniteError, match="too large"):
+            fitting._finish()
+    else:
+        fitting._finish()
+    assert seen == passes
+
+
+def test_weights_that_no_pass_can_follow_end_a_fit_with_a_message(make_net, make_task):
+    """The last step may do it: no later loss tells."""
+
+    class Grows(Penalty):
+        def end_task(self, context):
+            with torch.no_grad():
+                context.net.backbone[0].weight.mul_(1e38)
+
+    net = make_net("xconv", statistics="pass")
+    method = dataclasses.replace(METHODS["confit"], penalties=(Grows(),))
+    with pytest.raises(InfiniteError, match="statistics of task 'dark' are not finite"):
+        fit(net, make_task("dark"), method, TrainSettings(epochs=5, batch_size=8, device="cpu"))
     assert not net.tasks["dark"].finished

@@ -103,8 +103,8 @@ def test_every_method_by_its_name():
 def test_the_parts_of_a_preset_have_options_and_are_there_once():
     method = create_method("best+mas", {"conv-step": {"factor": 0.5}})
     assert [part.name for part in method.penalties] == ["probe", "conv-step", "mas"]
-    assert method.penalties[0].options.factor == 0.5
-    assert create_method("best").penalties[0].options.factor == pytest.approx(1 / 3)
+    assert method.penalties[1].options.factor == 0.5
+    assert create_method("best").penalties[1].options.factor == pytest.approx(1 / 3)
     with pytest.raises(ConfituneError, match="best has conv-step already"):
         create_method("best+conv-step")
 
@@ -244,11 +244,11 @@ def test_an_unknown_penalty_is_answered_with_the_nearest(name, near):
 
 
 def test_every_penalty_by_its_name():
-    assert list(KNOWN) == ["ewc", "si", "rwalk", "mas", "cpr", "afec", "averaging", "conv-step"]
+    assert list(KNOWN) == ["ewc", "si", "rwalk", "mas", "cpr", "afec", "averaging", "conv-step", "probe"]
     for name, penalty in KNOWN.items():
         assert penalty.name == name
         assert penalty.summary
-        assert penalty.reference or name == "conv-step"
+        assert penalty.reference or name in ("conv-step", "probe")
         assert all(field.description for field in penalty.Options.model_fields.values())
 
 

@@ -175,3 +175,16 @@ def test_a_norm_with_a_forward_of_its_own_cannot_be_mixed(learn):
     assert net.eval()(x).shape == (6, 2)
     with pytest.raises(ConfituneError, match="1 is a XconvDoubled, whose forward cannot be done per image"):
         net(x, torch.zeros(6, dtype=torch.long))
+
+
+def test_variances_that_followed_reach_a_mixed_batch(backbone, learn):
+    """The end of a task moves no weight, but it is when the variances of earlier ones follow."""
+    torch.manual_seed(0)
+    net = ContinualNet(backbone(), variance="ratio")
+    learn(net, "a", 2, seed=1)
+    batches = learn(net, "b", 2, seed=2, finish=False)
+    x, index = batches[0], torch.zeros(6, dtype=torch.long)
+    before = net.eval()(x, index)
+    net.finish_task(batches)
+    torch.testing.assert_close(net(x, index), net(x, "a"), rtol=0, atol=1e-5)
+    assert (net(x, "a") - before).abs().max() > 1e-4

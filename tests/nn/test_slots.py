@@ -320,3 +320,10 @@ def test_norms_without_affine_parameters_store_what_they_have(learn):
     with torch.no_grad():
         net.backbone[0].bias.add_(3.0)  # a shift of all outputs is a shift of their mean, and recovered as one
     torch.testing.assert_close(net(x, "a"), before)
+
+
+def test_a_task_of_shared_norms_is_a_head_wherever_the_network_is(backbone):
+    """Nothing of it may be made on another device."""
+    net = ContinualNet(backbone(), norm="shared").to("meta")
+    net.add_task("a", 3)
+    assert (net.tasks["a"].row.shape, net.tasks["a"].row.device.type) == ((3 * 8 + 3,), "meta")

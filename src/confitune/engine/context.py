@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ from confitune.nn import ContinualNet
 
 if TYPE_CHECKING:
     from confitune.engine.training import TaskFit
+
+
+_AT_ONCE = 256  # images whose features are taken
 
 
 def context_of(fit: TaskFit) -> TaskContext:
@@ -44,7 +48,8 @@ def context_of(fit: TaskFit) -> TaskContext:
 
     def features(order: Tensor) -> Tensor:
         found, done = torch.zeros(len(order), fit.net.features, device=fit.device), 0
-        for positions in order.split(settings.eval_batch_size):
+        # In equal parts, whatever the settings are: what is measured on the way is an average over them.
+        for positions in order.tensor_split(math.ceil(len(order) / _AT_ONCE)):
             here = ranks.part(torch.arange(done, done + len(positions)))
             for pixels, _ in batches(task.train, len(positions), fit.device, order[here]):
                 with torch.autocast(fit.device.type, torch.bfloat16, enabled=settings.bf16(fit.device)):

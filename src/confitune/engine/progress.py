@@ -82,7 +82,8 @@ class LiveProgress(Listener):
 
     def task_started(self, task: int, name: str, first_epoch: int) -> None:
         """Another task."""
-        self._task, self._epoch, self._stage, self._loss = task, first_epoch, "", float("nan")
+        self._task, self._epoch, self._stage = task, first_epoch, ""
+        self._loss = float("nan")  # a task may have none: not every one is trained
         self._show(0.0)
 
     def stage_started(self, stage: str) -> None:
@@ -103,7 +104,7 @@ class LiveProgress(Listener):
         """Show the accuracy so far."""
         self._average = sum(accuracies) / len(accuracies)
         if not self._live:
-            loss = "" if self._loss != self._loss else f"loss {self._loss:.3f}, "  # a task may need no training
+            loss = f"loss {self._loss:.3f}, " if self._loss == self._loss else ""
             self._console.print(
                 f"{self._label}: task {task + 1} of {len(self._tasks)}, {loss}"
                 f"average accuracy so far {self._average:.1f}%",

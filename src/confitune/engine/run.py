@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from confitune.engine.capture import Executor
 from confitune.engine.checkpoint import Checkpoint
@@ -230,10 +231,16 @@ class _Counter(Listener):
 
 
 def network_sha256(net: ContinualNet) -> str:
-    """One hash over the shared weights and every task's row."""
+    """One hash over the shared weights, every task's row, and the state of pre-training where it is kept."""
     net.prepare(net.last_task)  # whose state is live must not matter
     digest = hashlib.sha256(state_sha256(net.backbone).encode())
     for name, entry in net.tasks.items():
         digest.update(json.dumps([name, entry.classes, entry.finished, entry.sizes]).encode())
-        digest.update(entry.row.detach().cpu().contiguous().numpy().tobytes())
+        digest.update(_bytes_of(entry.row))
+    for name, part in net.pretrained.state().items() if net.pretrained is not None else ():
+        digest.update(name.encode() + _bytes_of(part))
     return digest.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().numpy().tobytes()

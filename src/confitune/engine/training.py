@@ -136,10 +136,12 @@ class TaskFit:
         try:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 if self.epoch == 0:
-                    torch.manual_seed(derived_seed(self.settings.seed, "begin", self.index))
+                    begin = derived_seed(self.settings.seed, "begin", self.index)
+                    torch.manual_seed(begin)
                     if any(penalty.settles(context) for penalty in self.method.penalties):
                         self.epoch = self.settings.epochs
                         return
+                    torch.manual_seed(begin)  # a part that decided against it may have drawn numbers
                     for penalty in self.method.penalties:
                         penalty.begin_task(context)
                 for stage, epoch in self._remaining():

@@ -76,8 +76,8 @@ def compose(
 ) -> Method:
     """The method that a name such as 'confit' or 'mas+confit' stands for.
 
-    Parts are joined by '+': at most one base method (default: `default`, 'confit' for a part that needs Xconv BN) and
-    penalties. The paper's names 'mas-cpr' and 'mas-afec' stand for 'mas+cpr' and 'mas+afec'.
+    Parts are joined by '+': at most one base method (default: `default`, or 'confit' for a part that needs Xconv BN)
+    and penalties. The paper's names 'mas-cpr' and 'mas-afec' stand for 'mas+cpr' and 'mas+afec'.
     """
     options = options or {}
     parts = [part for joined in name.split("+") for part in _PAPER_NAMES.get(joined, joined).split("+")]

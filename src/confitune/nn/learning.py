@@ -132,6 +132,7 @@ class LearningSlots(MeasuredSlots):
             with self.untracked(), drift.comparing(len(batches)):
                 for batch in batches:
                     (forward or self)(batch)
+            self._mixed.forget()  # variances of all tasks are new, though no weight has moved
         finally:
             self.train(was_training)
 
@@ -149,11 +150,15 @@ class LearningSlots(MeasuredSlots):
     def trying(self) -> Iterator[None]:
         """Within, the current, unfinished task's batch norms and statistics may be changed: it all comes back."""
         entry, was_training = self.tasks[self.current_task], self.training
+        counters = [n.num_batches_tracked for n in self._measured_norms() if n.num_batches_tracked is not None]
+        counted = [counter.clone() for counter in counters]
         self._store_current()
         try:
             yield
         finally:
             self._memory.load(entry, self.head)
+            for counter, batches in zip(counters, counted, strict=True):
+                counter.copy_(batches)
             self._recovered_at = None
             self.train(was_training)
 
@@ -294,6 +299,8 @@ class LearningSlots(MeasuredSlots):
         if self.pretrained is not None:
             kept = {key.removeprefix(_PRETRAINED): part for key, part in state.items() if key.startswith(_PRETRAINED)}
             self.pretrained.load_state(kept)
+        if self._current is not None and self.tasks[self._current].finished:
+            self._memory.load(self.tasks[self._current], self.head)  # variances and the state of pre-training are new
 
 
 _PRETRAINED = "pretrained."

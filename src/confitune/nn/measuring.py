@@ -116,6 +116,8 @@ class MeasuredSlots(TaskSlots):
         for mean, var in zip(moments[::2], moments[1::2], strict=True):
             mean.zero_()
             var.fill_(1)
+        for moment in (moment for lane in self._lanes for moment in lane.moments):
+            moment.zero_()  # what a new batch replaces counts 0 times, which is NaN for what is not finite
         self._reset_statistics()
         raise InfiniteError(
             f"the statistics of task {self.current_task!r} are not finite: its weights have outgrown what batch norm "
@@ -230,7 +232,9 @@ class MeasuredSlots(TaskSlots):
     @contextmanager
     def _whole_batch(self, x: Tensor) -> Iterator[None]:
         """Within, what is measured on the way is the whole batch's, of which other processes have the rest."""
-        if not self.ranks.several:
+        measured = (*self._memory.statistics.values(), *self._batch_norms())
+        measuring = self.training or any(module.training for module in measured)
+        if not (self.ranks.several and measuring):
             yield
             return
         self.part = self.ranks.share(len(x), x.device)
