@@ -147,7 +147,7 @@ def test_a_run_prints_its_tasks_and_the_table(confitune, tiny, tmp_path):
 def test_a_run_in_which_no_task_is_trained(confitune, tiny, tmp_path):
     """Every task settles: there are no epochs to log, and no images a second."""
     out = tmp_path / "out"
-    options = ["--method", "best", "--set", "probe.enough=0", "--seeds", 2]
+    options = ["--method", "best", "--set", "probe.worse=0", "--set", "probe.most=1000", "--seeds", 2]
     said = confitune("run", *tiny, *options, "--out", out)
     assert said.code == 0, said.err
     assert (said.out + said.err).count("the backbone stays as it is, a head is fitted") == 4
@@ -157,7 +157,7 @@ def test_a_run_in_which_no_task_is_trained(confitune, tiny, tmp_path):
         assert result.images_per_second == 0
         assert [task["norm_numbers"] for task in result.tasks] == [0, 0]
         assert result.fgt == 0
-        assert result.config["options"]["probe"]["enough"] == 0
+        assert result.config["options"]["probe"]["worse"] == 0
     assert (out / "digits/best/seed-0/epochs.csv").read_text().splitlines()[1:] == []
     assert len((out / "digits/best/seed-0/accuracy.csv").read_text().splitlines()) == 1 + 3
     assert json.loads((out / "summary.json").read_text())["digits"]["best"]["images_per_second"] == [0, 0]

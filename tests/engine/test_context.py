@@ -1,7 +1,5 @@
 """What parts of a method are given of a task: which images, what is measured on them, their features."""
 
-import copy
-
 import pytest
 import torch
 
@@ -90,23 +88,6 @@ def test_what_is_measured_on_the_way_does_not_depend_on_how_many_are_evaluated_a
     # The average over images: the first convolution reads them, at stride 2 and padding 1.
     mean = inputs(fit, order)[:, :, ::2, ::2].mean((0, 2, 3))
     torch.testing.assert_close(states[0]["0.input_means"][:, 1, 1], mean, rtol=1e-5, atol=1e-6)
-
-
-def test_statistics_are_the_average_over_batches_of_the_sample(begun):
-    fit = begun(dropout=0.0)
-    twin, context = copy.deepcopy(fit.net.backbone), context_of(fit)
-    order = context.sample(24)
-    context.measure(order)
-    moments = []
-    twin.train()
-    for batch in inputs(fit, order).split(8):
-        twin[1].momentum = 1.0
-        twin(batch)
-        moments.append((twin[1].running_mean.clone(), twin[1].running_var.clone()))
-    means, variances = (torch.stack(kind).mean(0) for kind in zip(*moments, strict=True))
-    torch.testing.assert_close(fit.net.backbone[1].running_mean, means, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(fit.net.backbone[1].running_var, variances, rtol=1e-5, atol=1e-6)
-    assert fit.net._memory.statistics["0"].batches == 3
 
 
 def test_a_note_names_the_task(begun):

@@ -6,7 +6,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from torch.nn.functional import cross_entropy, one_hot
 
-from confitune.methods.linear import _DECAY, _RIDGE, _standardised, fit_head, left_out_mistakes
+from confitune.methods.linear import _DECAY, _RIDGE, _standardised, fit_head, unexplained
 
 
 def clouds(images, features, classes=3, apart=0.7, seed=0):
@@ -23,15 +23,15 @@ def clouds(images, features, classes=3, apart=0.7, seed=0):
 
 def left_out_by_hand(x, labels, classes):
     """Refit without each image: ridge regression on one-hot labels, whose intercept costs nothing."""
-    x, wrong = _standardised(x)[2].numpy(), []
+    x, missed = _standardised(x)[2].numpy(), 0.0
     target = one_hot(labels, classes).double().numpy()
     for out in range(len(x)):
         rest = np.arange(len(x)) != out
         x0, y0 = x[rest].mean(0), target[rest].mean(0)
         centred = x[rest] - x0
         weight = np.linalg.solve(centred.T @ centred + _RIDGE * np.eye(x.shape[1]), centred.T @ (target[rest] - y0))
-        wrong.append(int((y0 + (x[out] - x0) @ weight).argmax()) != int(labels[out]))
-    return wrong
+        missed += ((y0 + (x[out] - x0) @ weight - target[out]) ** 2).sum()
+    return missed / ((target - target.mean(0)) ** 2).sum()
 
 
 @pytest.mark.parametrize(("images", "features"), [(20, 30), (30, 30), (31, 30), (60, 8), (7, 200)])
@@ -39,19 +39,22 @@ def left_out_by_hand(x, labels, classes):
 def test_leaving_out_in_closed_form_is_leaving_out(images, features, classes):
     for seed in range(3):
         x, labels = clouds(images, features, classes, seed=seed)
-        found = left_out_mistakes(x, labels, classes)
-        assert found.dtype == torch.bool
-        assert found.tolist() == left_out_by_hand(x, labels, classes)
-    assert 0 < int(found.sum()) < images or images == 7
+        assert unexplained(x, labels, classes) == pytest.approx(left_out_by_hand(x, labels, classes), rel=1e-9)
 
 
 def test_scale_place_and_order_of_features_do_not_matter():
     x, labels = clouds(40, 6)
-    expected = left_out_mistakes(x, labels, 3)
-    assert torch.equal(left_out_mistakes(x * 1e-4, labels, 3), expected)
-    assert torch.equal(left_out_mistakes(x.double() * 1e4 + 1e6, labels, 3), expected)
+    expected = pytest.approx(unexplained(x, labels, 3), rel=1e-5)
+    assert unexplained(x * 1e-4, labels, 3) == expected
+    assert unexplained(x.double() * 1e4 + 1e6, labels, 3) == expected
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(left_out_mistakes(x[order], labels[order], 3), expected[order])
+    assert unexplained(x[order], labels[order], 3) == expected
+
+
+def test_features_that_tell_more_leave_less_unexplained():
+    shares = [unexplained(*clouds(200, 6, apart=apart), 3) for apart in (8.0, 2.0, 0.7, 0.0)]
+    assert shares == sorted(shares)
+    assert shares[0] < 0.1 < 0.95 < shares[-1] < 1.2
 
 
 # ---- fitted ----------------------------------------------------------------------------------------------------------
@@ -109,26 +112,24 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_odd_features_and_labels_have_answers(name):
     x, labels, classes = ODD[name]
-    wrong = left_out_mistakes(x, labels, classes)
-    assert wrong.shape == labels.shape
+    share = unexplained(x, labels, classes)
     weight, bias = fit_head(x, labels, classes)
     assert weight.isfinite().all()
     assert bias.isfinite().all()
     answers = (x.double() @ weight.double().T + bias.double()).argmax(1)
     if name.startswith("all features"):
         assert (answers == 0).all()  # the most frequent class: there is nothing else to go by
-        assert wrong.tolist() == [False, False, True, True, True, False]
+        assert share == pytest.approx((6 / 5) ** 2)  # each is told the frequencies of the other five
     elif name.startswith("one class"):
-        assert not wrong.any()
+        assert share == 0  # there is nothing to be explained
         assert torch.equal(answers, labels)
     elif name == "one image a class" or name == "two images":
-        assert wrong.all()  # no other image has its label
+        assert share > 1  # no other image has its label
         assert torch.equal(answers, labels)
     elif name == "every image twice":
-        assert not wrong.any()
+        assert share < 0.2
         assert torch.equal(answers, labels)
     else:
-        expected = left_out_mistakes(*clouds(20, 3), 3)
-        assert torch.equal(wrong, expected)
+        assert share == pytest.approx(unexplained(*clouds(20, 3), 3), rel=1e-4)
         again = fit_head(*clouds(20, 3), 3)
         assert torch.equal(answers, (clouds(20, 3)[0] @ again[0].T + again[1]).argmax(1))

@@ -15,7 +15,7 @@ from confitune.engine import Checkpoint, CsvLog, Listener, LiveProgress, RunResu
 from confitune.engine.parallel import Turns
 from confitune.nn import state_sha256
 
-ALL = {"probe": {"enough": 0}}
+ALL = {"probe": {"worse": 0, "most": 1e9}}
 
 
 class Killed(Exception):
@@ -53,7 +53,7 @@ def best(make_run, make_task, tasks):
 
     def make(**options):
         of_net = {"dropout": 0.3}
-        return make_run("best", {"probe": {"worse": 1e9}}, tasks=tasks, epochs=5, of_net=of_net, **options)
+        return make_run("best", {"probe": {"worse": 0, "most": 0.12}}, tasks=tasks, epochs=5, of_net=of_net, **options)
 
     return make
 

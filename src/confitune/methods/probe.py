@@ -12,6 +12,7 @@ no step of the backbone.
 
 from __future__ import annotations
 
+import math
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +27,7 @@ from confitune.nn import ContinualNet
 class ProbeOptions(PartOptions):
     """When a task keeps the pre-trained state."""
 
-    worse: float = Field(2.0, ge=1, description="where its own statistics leave so many times as much unexplained")
+    worse: float = Field(2.0, ge=0, description="where its own statistics leave so many times as much unexplained")
     most: float = Field(0.5, ge=0, description="but not where pre-trained ones leave more than this: much to be gained")
     images: int = Field(256, ge=2, description="that both are judged by; all of a smaller task")
 
@@ -55,11 +56,11 @@ class Probe(Penalty):
         labels = context.labels[chosen.to(context.labels.device)]
         with net.at_pretrained(measured=len(chosen)):
             pretrained = unexplained(context.features(chosen), labels, classes)
-        if pretrained > self.options.most:
+        if not self.may_stay(pretrained):
             return False
         with net.at_batch_moments():
             own = unexplained(context.features(chosen), labels, classes)
-        if own < self.options.worse * pretrained:
+        if not self.may_stay(pretrained, own):
             return False
         with net.at_pretrained():
             features = context.features(torch.arange(context.images))
@@ -69,3 +70,11 @@ class Probe(Penalty):
             f"{own:.0%} with the task's own: a head is fitted to the former, the backbone stays as it is"
         )
         return True
+
+    def may_stay(self, pretrained: float, own: float = math.inf) -> bool:
+        """Whether these shares of left-out labels, unexplained with each kind of statistics, leave it at that.
+
+        >>> Probe().may_stay(0.07, 0.29), Probe().may_stay(0.29, 0.35), Probe().may_stay(0.6)
+        (True, False, False)
+        """
+        return bool(pretrained <= self.options.most and own >= self.options.worse * pretrained)
