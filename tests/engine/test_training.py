@@ -292,7 +292,7 @@ def test_a_pass_in_float16_is_nearer_to_float32_and_has_an_end(make_net, make_ta
         fitting = trained(net, make_task("dark"))
         settings = fitting.settings.model_copy(update={"precision": precision})
         fitting.settings, fitting.step = settings, dataclasses.replace(fitting.step, settings=settings)
-        fitting._measured("pass", net.finish_task, fitting._order("pass", 0), half)
+        fitting._finish_in(half)
         assert kinds == {{"exact": torch.float32}.get(kind) or getattr(torch, kind)}
         means[kind] = net.task_state_dict("dark")["6.input_means"]
     errors = {kind: (mean - means["exact"]).abs().max().item() for kind, mean in means.items()}
@@ -300,9 +300,9 @@ def test_a_pass_in_float16_is_nearer_to_float32_and_has_an_end(make_net, make_ta
     net = make_net("xconv", statistics="pass")
     fitting = trained(net, make_task("dark"), 1e5)
     with pytest.raises(InfiniteError):
-        fitting._measured("pass", net.finish_task, fitting._order("pass", 0), half=True)
+        fitting._finish_in(half=True)
     assert not net.tasks["dark"].finished
-    fitting._measured("pass", net.finish_task, fitting._order("pass", 0), half=False)
+    fitting._finish_in(half=False)
     assert net.tasks["dark"].finished
     assert net.tasks["dark"].row.isfinite().all()
 
@@ -326,14 +326,12 @@ def test_the_end_of_a_task_is_measured_again_where_float16_was_too_small(
     fitting = TaskFit(net, make_task("dark"), METHODS["confit"], settings, Listener())
     fitting.device = torch.device(device)  # asked for how to measure; nothing is computed there
 
-    def measured(purpose, measure, order, half):
+    def finish_in(half):
         seen.append(half)
-        assert (purpose, measure) == ("pass", net.finish_task)
-        assert torch.equal(order, fitting.drawn(48, "pass", 0))
         if half in infinite:
             raise InfiniteError("too large")
 
-    monkeypatch.setattr(fitting, "_measured", measured)
+    monkeypatch.setattr(fitting, "_finish_in", finish_in)
     if False in infinite:
         with pytest.raises(InfiniteError, match="too large"):
             fitting._finish()

@@ -122,6 +122,6 @@ def test_a_wrong_name_is_refused_with_the_recipe():
 
 def test_reproduce_takes_parts(tmp_path):
     scope = Scope(tmp_path)
-    assert scope.recipe("flowers102:1-2+caltech101", ["confit"]).pipeline == "published"
-    assert scope.recipe("flowers102:1-2+digits", ["confit"]).pipeline == "clean"
+    assert scope.recipe("flowers102:1-2+caltech101", "confit").pipeline == "published"
+    assert scope.recipe("flowers102:1-2+digits", "confit").pipeline == "clean"
     assert picture_name("curves", "photos:1+folder:/a b") == "curves-photos-1+folder-a-b.png"

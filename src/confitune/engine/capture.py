@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -160,7 +161,8 @@ class Executor:
         for static, given in zip(captured.inputs, inputs, strict=True):
             if static is not None and given is not None:
                 static.copy_(given, non_blocking=True)
-        captured.graph.replay()
+        with _drawing(torch.cuda.current_device()).in_turn():
+            captured.graph.replay()
         return captured.output
 
     def _capture(self, kind: Hashable, function: Callable[..., Tensor | None], inputs: Inputs) -> bool:
@@ -184,6 +186,34 @@ class Executor:
         if len(self._graphs) > _KEPT:
             self._graphs.popitem(last=False)
         return True
+
+
+class _Drawing:
+    """Launches of graphs that draw random numbers, of all networks on a device.
+
+    They read where the generator stands from the device, where torch keeps it once for all graphs and writes it at
+    every launch: on another stream that must wait until the graphs before have read theirs.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._generator = torch.cuda.default_generators[device]
+        self._last: torch.cuda.Event | None = None  # after the last graph that drew
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Within, a graph is launched on the current stream."""
+        if self._last is not None:
+            torch.cuda.current_stream().wait_event(self._last)
+        before = self._generator.get_offset()
+        yield
+        if self._generator.get_offset() != before:
+            self._last = self._last or torch.cuda.Event()
+            self._last.record()
+
+
+@cache
+def _drawing(device: int) -> _Drawing:
+    return _Drawing(device)
 
 
 @contextmanager

@@ -163,14 +163,17 @@ class TaskFit:
         """Have the network measure what it needs, in float16 where that is fast and nothing becomes infinite."""
         fast = self.device.type == "cuda" and self.settings.bf16(self.device)
         for half in (True, False) if fast else (False,):
-            torch.manual_seed(derived_seed(self.settings.seed, *self.ranks.own("pass", self.index)))
-            pixels = (pixels for pixels, _ in self._batches(self._order("pass", 0)))
             try:
-                self.net.finish_task(pixels, partial(self._measure, half), self.executor.lanes)
+                self._finish_in(half)
                 return
             except InfiniteError:
                 if not half:
                     raise
+
+    def _finish_in(self, half: bool) -> None:
+        torch.manual_seed(derived_seed(self.settings.seed, *self.ranks.own("pass", self.index)))
+        pixels = (pixels for pixels, _ in self._batches(self._order("pass", 0)))
+        self.net.finish_task(pixels, partial(self._measure, half), self.executor.lanes)
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on after the last whole epoch; the network's own state is not in it."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from confitune.errors import ConfituneError
 from confitune.nn.convert import Statistics
 from confitune.nn.lanes import moments_of
-from confitune.nn.measuring import MeasuredSlots, plane_of
+from confitune.nn.measuring import InfiniteError, MeasuredSlots, plane_of
 from confitune.nn.memory import TaskEntry
 from confitune.nn.pretrained import PretrainedState
 from confitune.nn.slots import initialise_head
@@ -100,6 +100,7 @@ class LearningSlots(MeasuredSlots):
         if entry.finished:
             raise ConfituneError(f"task {name!r} is finished already")
         compared: list[Tensor] = []
+        finite = None
         if self.drift is not None and self.drift.waits:
             if batches is None:
                 raise ConfituneError("variance='ratio' needs the task's training batches: finish_task(batches)")
@@ -109,7 +110,10 @@ class LearningSlots(MeasuredSlots):
         if self.norm == "xconv" and self.statistics == "pass":
             if batches is None:
                 raise ConfituneError("statistics='pass' needs the task's training batches: finish_task(batches)")
-            self.measure(batches, forward, at_once)
+            finite = self._measure(batches, forward, at_once)
+            if compared or self.rank is not None:  # what comes cannot be undone, or needs the numbers now
+                self._require_finite(finite)
+                finite = None
         if any(not statistics.batches for statistics in self._memory.statistics.values()):
             raise ConfituneError(f"task {name!r} has seen no training batch: train it before finishing it")
         if self.drift is not None and compared:
@@ -118,6 +122,11 @@ class LearningSlots(MeasuredSlots):
         if self.rank is not None:
             self._memory.load(entry, self.head)  # it is used as it is kept
         self._keep_finished(entry)
+        try:
+            self._require_finite(finite)  # only now, so that nothing above had to wait for the device
+        except InfiniteError:
+            self._memory.store(entry, self.head, finished=False)
+            raise
 
     def _keep_finished(self, entry: TaskEntry) -> None:
         entry.image_size = self._image_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 
@@ -74,6 +74,10 @@ class MeasuredSlots(TaskSlots):
         Raises:
             InfiniteError: some statistic is not finite; all are then as if nothing had been measured.
         """
+        self._require_finite(self._measure(batches, forward, at_once))
+
+    def _measure(self, batches: Iterable[Tensor], forward: Callable[..., object] | None, at_once: int) -> Tensor | None:
+        """The same without waiting for the device: whether all is finite, as a tensor (None: there is nothing)."""
         was_training, norms = self.training, self._measured_norms()
         statistics = list(self._memory.statistics.values())
         momenta, tracked = [norm.momentum for norm in norms], [s.tracking for s in statistics]
@@ -107,13 +111,16 @@ class MeasuredSlots(TaskSlots):
                 s.cumulative = s.momentum is None
                 s.tracking = tracking
             self.train(was_training)
-        self._require_finite(moments)
+        measured = [*moments, *(table for s in statistics for table in s.tables)]
+        return torch.stack(torch._foreach_norm(measured, float("inf"))).isfinite().all() if measured else None
 
-    def _require_finite(self, moments: Sequence[Tensor]) -> None:
-        measured = [*moments, *(table for s in self._memory.statistics.values() for table in s.tables)]
-        if not measured or bool(torch.stack(torch._foreach_norm(measured, float("inf"))).isfinite().all()):
+    @torch.no_grad()
+    def _require_finite(self, finite: Tensor | None) -> None:
+        """Wait for what `_measure` said; where it is bad, forget all of it and raise."""
+        if finite is None or bool(finite):
             return
-        for mean, var in zip(moments[::2], moments[1::2], strict=True):
+        for norm in self._measured_norms():
+            mean, var = moments_of(norm)
             mean.zero_()
             var.fill_(1)
         for moment in (moment for lane in self._lanes for moment in lane.moments):
