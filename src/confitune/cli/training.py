@@ -107,6 +107,9 @@ def run_command(
     variance: Annotated[
         str | None, Option(help="stored (the paper's) or ratio (follows what later tasks do to variances)")
     ] = None,
+    follow: Annotated[
+        str | None, Option(help="what moments of earlier tasks follow: weights (the paper's) or images of later tasks")
+    ] = None,
     rank: Annotated[int | None, Option(help="keep window means as a product of this rank: fewer numbers")] = None,
     lr: Annotated[float | None, Option(help="learning rate")] = None,
     optimizer: Annotated[str | None, Option(help="sgd, adam or adamw")] = None,
@@ -266,6 +269,9 @@ def reproduce_command(
     ] = None,
     variance: Annotated[
         str | None, Option(help="stored (default: the paper's) or ratio (follows what later tasks do to variances)")
+    ] = None,
+    follow: Annotated[
+        str | None, Option(help="what moments of earlier tasks follow: weights (the paper's) or images of later tasks")
     ] = None,
     rank: Annotated[int | None, Option(help="keep window means as a product of this rank: fewer numbers")] = None,
     parallel_seeds: Annotated[int, Option(min=1, help="so many seeds of a method at once, to fill a large GPU")] = 1,

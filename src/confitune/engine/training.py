@@ -265,7 +265,11 @@ class TaskFit:
         )
 
     def _measure(self, half: bool, *batches: Tensor) -> None:
-        comparing = self.net.drift is not None and self.net.drift.active
+        drift = self.net.drift
+        comparing = drift is not None and drift.active
+        if comparing and drift is not None and not drift.captured:
+            self.step.measure(False, *batches)
+            return
         kind = ("measure", comparing, half, self.task.preprocess)
         self.executor(kind, partial(self.step.measure, half), *batches)
 

@@ -48,6 +48,10 @@ class Recipe(TrainOptions):
     variance: Literal["stored", "ratio"] = Field(
         "stored", description="of earlier tasks: as it was (the paper's), or times what later tasks did to variances"
     )
+    follow: Literal["weights", "images"] = Field(
+        "weights",
+        description="what moments of earlier tasks follow: weights (the paper's), or later tasks' images, too",
+    )
     rank: int | None = Field(None, ge=1, description="of what is kept of window means; default: all of them")
     options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="of methods, by part: {ewc: {strength: 3000}}; default: the paper's"
@@ -80,7 +84,7 @@ class Recipe(TrainOptions):
     def network(self, method: str) -> dict[str, Any]:
         """Arguments of `ContinualNet`; a method's own hold where the recipe does not say otherwise."""
         chosen = self.method(method)
-        values = {name: getattr(self, name) for name in ("means", "statistics", "variance", "rank")}
+        values = {name: getattr(self, name) for name in ("means", "statistics", "variance", "follow", "rank")}
         own = {name: value for name, value in chosen.network.items() if name not in self.model_fields_set}
         return {"norm": chosen.norm, **values, **own}
 
@@ -133,6 +137,7 @@ class Recipe(TrainOptions):
             "statistics": network["statistics"] if xconv else None,
             # Results from before there were others have the defaults.
             **({"variance": network["variance"]} if xconv and network["variance"] != "stored" else {}),
+            **({"follow": network["follow"]} if xconv and network["follow"] != "weights" else {}),
             **({"rank": network["rank"]} if xconv and network["rank"] is not None else {}),
             **settings,
         }

@@ -21,6 +21,7 @@ from confitune.nn.convert import (
     require_unconverted,
 )
 from confitune.nn.flow import trace_flow
+from confitune.nn.following import Follow, MomentDrift
 from confitune.nn.geometry import Means
 from confitune.nn.learning import LearningSlots, Norm
 from confitune.nn.measuring import plane_of
@@ -43,6 +44,8 @@ class ContinualNet(LearningSlots):
         statistics: likewise.
         variance: 'stored' (the paper's: a task keeps the variances of its own time) or 'ratio' (they are multiplied by
             what later tasks did to variances on their own images, see `VarianceDrift`).
+        follow: 'weights' (the paper's: means are recovered through today's weights) or 'images' (what convolutions read
+            and variances are brought up to date, too, on the images of later tasks, see `following.py`).
         rank: of what is kept of window means, see `low_rank.py`; None: all of them.
         keep_pretrained: keep the state of pre-training, once for the network, for tasks that need no other (xconv).
         start: of 'calibrated' layers, see `Calibration`.
@@ -67,6 +70,7 @@ class ContinualNet(LearningSlots):
         means: Means = "window",
         statistics: Statistics = "running",
         variance: Variance = "stored",
+        follow: Follow = "weights",
         rank: int | None = None,
         keep_pretrained: bool = False,
         start: Start = "random",
@@ -100,16 +104,23 @@ class ContinualNet(LearningSlots):
         self.means: Means = means
         self.statistics: Statistics = statistics
         self.variance: Variance = variance
+        self.follow: Follow = follow
+        if follow == "images" and variance == "ratio":
+            raise ConfituneError("follow='images' follows variances, too: leave variance at 'stored'")
         if rank is not None and rank < 1:
             raise ConfituneError(f"a rank of {rank} keeps nothing of the input means: give 1 or more, or None for all")
         self.rank = self._memory.rank = rank
         further = ([variance] if variance != "stored" else []) + ([f"rank {rank}"] if rank is not None else [])
+        further += ["follows images"] if follow == "images" else []
         kept = (norm, means, statistics, *further, *(["pretrained state"] if keep_pretrained else []))
         self.kind = {"xconv": kept, "calibrated": (norm, start)}.get(norm, (norm,))
         self.drift = self.pretrained = None
-        if norm == "xconv" and variance == "ratio":
+        if norm == "xconv" and (variance == "ratio" or follow == "images"):
             recovering = {name: n for name, n in self._memory.norms.items() if isinstance(n, XconvNorm)}
-            self.drift = self._memory.drift = VarianceDrift(recovering)
+            drift = VarianceDrift(recovering)
+            if follow == "images":
+                drift = MomentDrift(recovering, self._memory.statistics)
+            self.drift = self._memory.drift = drift
         if norm == "xconv" and keep_pretrained:
             self.pretrained = self._memory.pretrained = PretrainedState(self._memory)
         self.momentum = momentum

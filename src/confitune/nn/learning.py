@@ -12,6 +12,7 @@ from torch import Tensor
 
 from confitune.errors import ConfituneError
 from confitune.nn.convert import Statistics
+from confitune.nn.following import MomentDrift
 from confitune.nn.lanes import moments_of
 from confitune.nn.measuring import InfiniteError, MeasuredSlots, plane_of
 from confitune.nn.memory import TaskEntry
@@ -23,6 +24,7 @@ from confitune.nn.xconv import XconvNorm
 Norm = Literal["xconv", "task", "shared", "frozen", "calibrated"]
 
 _COMPARED = 2  # batches that variances before and after a task are taken from
+_SHOWN = 128  # images that moments before and after a task are taken from
 
 
 class LearningSlots(MeasuredSlots):
@@ -103,10 +105,15 @@ class LearningSlots(MeasuredSlots):
         finite = None
         if self.drift is not None and self.drift.waits:
             if batches is None:
-                raise ConfituneError("variance='ratio' needs the task's training batches: finish_task(batches)")
+                raise ConfituneError(f"{self._followed} needs the task's training batches: finish_task(batches)")
             batches = iter(batches)
-            compared = list(islice(batches, _COMPARED))
-            batches = chain(compared, batches)
+            if isinstance(self.drift, MomentDrift):
+                shown = self._first_images(batches)
+                self._follow(self.drift, torch.cat(shown), forward)
+                batches = chain(shown, batches)
+            else:
+                compared = list(islice(batches, _COMPARED))
+                batches = chain(compared, batches)
         if self.norm == "xconv" and self.statistics == "pass":
             if batches is None:
                 raise ConfituneError("statistics='pass' needs the task's training batches: finish_task(batches)")
@@ -144,6 +151,41 @@ class LearningSlots(MeasuredSlots):
             self._mixed.forget()  # variances of all tasks are new, though no weight has moved
         finally:
             self.train(was_training)
+
+    @property
+    def _followed(self) -> str:
+        return "follow='images'" if isinstance(self.drift, MomentDrift) else "variance='ratio'"
+
+    @staticmethod
+    def _first_images(batches: Iterator[Tensor]) -> list[Tensor]:
+        found: list[Tensor] = []
+        while sum(map(len, found)) < _SHOWN and (batch := next(batches, None)) is not None:
+            found.append(batch)
+        return found
+
+    def _follow(self, drift: MomentDrift, images: Tensor, forward: Callable[..., object] | None) -> None:
+        """Bring moments of earlier tasks up to date on images of the current one."""
+        earlier = [entry for name, entry in self.tasks.items() if name != self.current_task]
+        last = earlier[-1] if earlier else None
+        if last is None and not self._require_pretrained().images:
+            drift.waits = False  # nobody has used that state yet
+            return
+
+        def load() -> None:
+            if last is None or last.pretrained:
+                self._require_pretrained().load()
+            else:
+                self._memory.load(last, self._head(len(last.classes)))
+
+        def means() -> list[Tensor]:
+            if last is None or last.pretrained:
+                return self._require_pretrained().means_today()
+            return [norm.recovered_mean() for norm in self._recovering()]
+
+        with self.trying():
+            self.eval()
+            drift.follow(load, means, lambda: (forward or self.features_of)(images))
+        self._mixed.forget()
 
     def reopen(self, name: str) -> None:
         """Make a finished task trainable again, from its state under today's weights."""
@@ -291,10 +333,12 @@ class LearningSlots(MeasuredSlots):
         of pre-training where it is kept.
         """
         ratios = {} if self.drift is None else self.drift.ratios()
+        shifts = self.drift.shifts() if isinstance(self.drift, MomentDrift) else {}
         kept = {} if self.pretrained is None else self.pretrained.state()
         return {
             **super().shared_state_dict(),
             **{f"{name}.variance_ratio": ratio for name, ratio in ratios.items()},
+            **{f"{name}.input_shift": shift for name, shift in shifts.items()},
             **{f"{_PRETRAINED}{name}": part for name, part in kept.items()},
         }
 
@@ -305,6 +349,9 @@ class LearningSlots(MeasuredSlots):
         if self.drift is not None:
             for name, ratio in self.drift.ratios().items():
                 ratio.copy_(state[f"{name}.variance_ratio"])
+        if isinstance(self.drift, MomentDrift):
+            for name, shift in self.drift.shifts().items():
+                shift.copy_(state[f"{name}.input_shift"])
         if self.pretrained is not None:
             kept = {key.removeprefix(_PRETRAINED): part for key, part in state.items() if key.startswith(_PRETRAINED)}
             self.pretrained.load_state(kept)

@@ -55,7 +55,7 @@ class _Slot:
     module: nn.Module
     attribute: str
     norm: str = ""  # the layer that recovers its mean, if it is of one
-    is_table: bool = False  # of input means
+    table: tuple[str, int] | None = None  # whose input means it is, and which table of theirs
 
     @property
     def drifts(self) -> bool:
@@ -175,13 +175,11 @@ class TaskMemory:
         if not entry.finished:  # what is stored of it may be older than what is live
             raise ConfituneError(f"task {task!r} is not finished, so its input statistics still move: finish it first")
         keys = [self.table_key(name, table) for table in range(len(statistics.tables))]
-        if entry.pretrained:
-            state = self._pretrained()
-            parts = state.parts()
-            return [parts[key] for key in keys], state.sizes[place]
-        parts = self.named_parts(entry)
-        slots = {slot.key: slot for slot in self._slots("finished")}
-        return [self._live(slots[key], parts[key], "finished") for key in keys], entry.sizes[place]
+        layout: Layout = "pretrained" if entry.pretrained else "finished"
+        parts = self._pretrained().parts() if entry.pretrained else self.named_parts(entry)
+        slots = {slot.key: slot for slot in self._slots(layout)}
+        size = self._pretrained().sizes[place] if entry.pretrained else entry.sizes[place]
+        return [self._live(slots[key], parts[key], layout) for key in keys], size
 
     def offset(self, task: str, norm: XconvNorm) -> Tensor | None:
         """What a task's output mean is beyond what its stored tables recover; None: nothing."""
@@ -201,16 +199,23 @@ class TaskMemory:
 
     def _kept(self, slot: _Slot, layout: Layout) -> Tensor:
         """What is kept of a live tensor."""
-        if layout != "unfinished" and slot.drifts and self.drift is not None:
-            return self.drift.relative(slot.norm, slot.tensor)
-        rank = self._rank_of(slot, layout)
-        return slot.tensor if rank is None else factored(slot.tensor, rank)
+        value, rank = slot.tensor, self._rank_of(slot, layout)
+        if layout != "unfinished" and self.drift is not None:
+            if slot.drifts:
+                value = self.drift.relative(slot.norm, value)
+            elif slot.table is not None:
+                value = self.drift.relative_means(*slot.table, value)
+        return value if rank is None else factored(value, rank)
 
     def _live(self, slot: _Slot, kept: Tensor, layout: Layout) -> Tensor:
         """What a live tensor is to be for what was kept of it."""
-        if layout != "unfinished" and slot.drifts and self.drift is not None:
-            return self.drift.today(slot.norm, kept)
-        return kept if self._rank_of(slot, layout) is None else product(kept, tuple(slot.tensor.shape))
+        value = kept if self._rank_of(slot, layout) is None else product(kept, tuple(slot.tensor.shape))
+        if layout != "unfinished" and self.drift is not None:
+            if slot.drifts:
+                value = self.drift.today(slot.norm, value)
+            elif slot.table is not None:
+                value = self.drift.means_today(*slot.table, value)
+        return value
 
     def _kept_shape(self, slot: _Slot, layout: Layout) -> tuple[int, ...]:
         shape, rank = tuple(slot.tensor.shape), self._rank_of(slot, layout)
@@ -218,7 +223,7 @@ class TaskMemory:
 
     def _rank_of(self, slot: _Slot, layout: Layout) -> int | None:
         """Of the product that a table is kept as; None: it is kept as it is."""
-        shorter = layout == "finished" and slot.is_table and is_shorter(tuple(slot.tensor.shape), self.rank)
+        shorter = layout == "finished" and slot.table is not None and is_shorter(tuple(slot.tensor.shape), self.rank)
         return self.rank if shorter else None
 
     def _slots(self, layout: Layout) -> list[_Slot]:
@@ -243,7 +248,7 @@ class TaskMemory:
                     slots.append(_Slot(f"{name}.calibration.{part}", module, field))
         for name, statistics in self.statistics.items():
             slots += [
-                _Slot(self.table_key(name, table), statistics, f"table{table}", is_table=True)
+                _Slot(self.table_key(name, table), statistics, f"table{table}", table=(name, table))
                 for table in range(len(statistics.tables))
             ]
         return slots

@@ -101,10 +101,11 @@ class PretrainedState(nn.Module):
     @torch.no_grad()
     def _keep(self, means: list[Tensor]) -> None:
         """Take M from the live tables; means of today stay what they are."""
-        parts = self.parts()
+        parts, drift = self.parts(), self._memory.drift
         for name, statistics in self._memory.statistics.items():
             for number, table in enumerate(statistics.tables):
-                parts[self._memory.table_key(name, number)].copy_(table)
+                kept = table if drift is None else drift.relative_means(name, number, table)
+                parts[self._memory.table_key(name, number)].copy_(kept)
         for (name, norm), mean in zip(self._recovering().items(), means, strict=True):
             parts[f"{name}.running_mean"].copy_(mean - norm.recovered_mean())
 

@@ -32,7 +32,12 @@ class VarianceDrift(nn.Module):
 
     Args:
         norms: by name.
+
+    Attributes:
+        captured: whether comparing is the same each time, so that it can be captured.
     """
+
+    captured = True
 
     def __init__(self, norms: Mapping[str, XconvNorm]) -> None:
         super().__init__()
@@ -64,6 +69,14 @@ class VarianceDrift(nn.Module):
         """What a kept variance is today."""
         eps = self._norms[name].eps
         return ((kept + eps) * self._ratio(name) - eps).clamp_(min=0)
+
+    def relative_means(self, name: str, table: int, means: Tensor) -> Tensor:
+        """Input means of today as they are kept; here as they are."""
+        return means
+
+    def means_today(self, name: str, table: int, kept: Tensor) -> Tensor:
+        """What kept input means are today."""
+        return kept
 
     def begin(self) -> None:
         """Remember the weights: a task is going to move them."""
@@ -106,7 +119,7 @@ class VarianceDrift(nn.Module):
 
     @torch.no_grad()
     def _compare(self, name: str, conv: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        with _weights(conv, self._before[name]):
+        with computing_with(conv, self._before[name]):
             earlier = conv.forward(args[0])
         for total, values in zip(self._sums[name], (earlier, output), strict=True):
             total.add_(self._variance(values))
@@ -140,7 +153,7 @@ class VarianceDrift(nn.Module):
 
 
 @contextmanager
-def _weights(conv: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+def computing_with(conv: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Within, the module computes with these instead of its own."""
     places = [(conv.get_submodule(key.rpartition(".")[0]), key.rpartition(".")[2], key) for key in weights]
     own = [module._parameters[name] for module, name, _ in places]

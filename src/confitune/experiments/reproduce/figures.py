@@ -80,7 +80,7 @@ def storage(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         outcome.pictures.append(picture)
         outcome.tables[f"{dataset}: {heading}"] = "\n".join(rows)
         outcome.data[dataset] = found.model_dump(mode="json")
-        if recipe.variance != "stored" or recipe.rank is not None:
+        if recipe.variance != "stored" or recipe.follow != "weights" or recipe.rank is not None:
             outcome.notes.append(f"{dataset}: counted with stored variances and without a rank, whatever is asked for")
         if recipe.model.startswith("resnet18"):
             for method in ("confit", "ccll"):

@@ -77,6 +77,8 @@ class Scope:
         parts = [recipe.pipeline, recipe.model, network["means"], network["statistics"]]
         if network["variance"] != "stored":
             parts.append(network["variance"])
+        if network["follow"] != "weights":
+            parts.append(f"follow-{network['follow']}")
         if network["rank"] is not None:
             parts.append(f"rank-{network['rank']}")
         if recipe.epochs:
@@ -144,6 +146,8 @@ class Part:
         words = [f"{network['means']} means", f"{network['statistics']} statistics"]
         if network["variance"] != "stored":
             words.append(f"{network['variance']} variances")
+        if network["follow"] != "weights":
+            words.append(f"following {network['follow']}")
         if network["rank"] is not None:
             words.append(f"rank {network['rank']}")
         return ", ".join(words)
