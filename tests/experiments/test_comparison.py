@@ -45,7 +45,7 @@ def test_seeds_are_one_row_and_only_what_differs_is_shown(runs):
     assert [row[:3] for row in rows[2:]] == settings
     assert rows[2][3] == "94.5 ± 6.4"
     assert rows[2][-1] == "2"
-    assert page.startswith("**photos**, tf_efficientnet_lite0, clean, 2 tasks, on ")
+    assert page.startswith("**photos**, tf_efficientnet_lite0, 2 tasks, on ")
 
 
 def test_best_first_within_a_dataset(runs):

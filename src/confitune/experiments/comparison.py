@@ -30,7 +30,7 @@ class Setting:
 
 
 def compare(folders: Sequence[Path]) -> dict[str, list[Setting]]:
-    """All runs below the folders: dataset -> settings, best first; runs that differ only in their seed are one."""
+    """All runs below the folders: dataset and pipeline -> settings, best first; seeds of one setting are one."""
     paths = sorted({path for folder in folders for path in folder.rglob(RESULT)})
     if not paths:
         where = ", ".join(map(str, folders))
@@ -45,7 +45,9 @@ def compare(folders: Sequence[Path]) -> dict[str, list[Setting]]:
         options[key] = flat
     settings: dict[str, list[Setting]] = {}
     for key, results in groups.items():
-        settings.setdefault(results[0].dataset, []).append(Setting(options[key], tuple(results)))
+        pipeline = results[0].config.get("pipeline", "clean")
+        dataset = results[0].dataset + (f" ({pipeline})" if pipeline != "clean" else "")
+        settings.setdefault(dataset, []).append(Setting(options[key], tuple(results)))
     return {dataset: sorted(found, key=lambda s: -s.acc) for dataset, found in settings.items()}
 
 
@@ -69,7 +71,7 @@ def comparison_page(folders: Sequence[Path]) -> str:
     parts = []
     for dataset, settings in compare(folders).items():
         first = settings[0].results[0]
-        common = [f"{first.config[name]}" for name in ("model", "pipeline") if name in first.config]
+        common = [str(first.config["model"])] if "model" in first.config else []
         devices = ", ".join(dict.fromkeys(r.device for setting in settings for r in setting.results))
         about = ", ".join([*common, f"{len(first.accuracy_matrix)} tasks", f"on {devices}"])
         parts.append(f"**{dataset}**, {about}\n\n{comparison_table(settings)}\n")

@@ -34,7 +34,8 @@ def _table(dataset: str, methods: dict[str, dict[str, Any]]) -> str:
     forms = sorted(
         {f"{c['means']} means, {c.get('statistics', 'running')} statistics" for c in _xconv_configs(methods)}
     )
-    details += [*forms, f"{seeds} seed{'s' if seeds > 1 else ''}", f"on {first['device']}"]
+    devices = dict.fromkeys(entry["device"] for entry in methods.values())
+    details += [*forms, f"{seeds} seed{'s' if seeds > 1 else ''}", f"on {' and '.join(devices)}"]
     lines = [f"**{dataset}**, {', '.join(details)}", ""]
     lines.append("| method | " + " | ".join(title for _, title in _COLUMNS) + " | numbers a task |")
     lines.append("|---" * (len(_COLUMNS) + 2) + "|")
