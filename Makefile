@@ -16,8 +16,8 @@ help: ## list the targets
 
 setup: $(INSTALLED) ## create .venv with all dependencies
 
-demo: $(INSTALLED) ## run the default experiment into demo-run/ (again: print its table)
-	$(BIN)/confitune run --out $(DEMO_OUT) --resume
+demo: $(INSTALLED) ## fine-tuning, ConFiT and best on five tasks into demo-run/ (again: print its table)
+	$(BIN)/confitune run --method finetune --method confit --method best --out $(DEMO_OUT) --resume
 
 test: lint ## lint, types, import contracts, then all tests (PYTEST_ARGS="-k metrics" to choose)
 	$(BIN)/pytest $(PYTEST_ARGS)

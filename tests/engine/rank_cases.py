@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
         **{"method": "confit+conv-step+averaging", "statistics": "pass", "variance": "ratio"},
         "options": {"averaging": {"share": 0.7}},
     },
+    "confit, following images": {"method": "confit", "statistics": "pass", "follow": "images"},
     # The first task, whose labels say nothing, is trained; the second settles. 40 images are 3 batches of 13 and one.
     "best": {"method": "best", "batch_size": 13, "shuffled": "dark", "lr": 0.01, "options": {"probe": {"worse": 0}}},
     "bn-only": {"method": "bn-only"},
@@ -98,7 +99,7 @@ def run(
     **options: Any,
 ) -> dict[str, Any] | None:
     """All a run leaves behind that can be compared; None if it was broken off."""
-    of_net = {name: options.pop(name) for name in ("statistics", "means", "variance") if name in options}
+    of_net = {name: options.pop(name) for name in ("statistics", "means", "variance", "follow") if name in options}
     chosen = create_method(method, options.pop("options", {}))
     net = make_net(chosen.norm, **{**chosen.network, **of_net})
     net.ranks = ranks

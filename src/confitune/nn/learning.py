@@ -1,11 +1,11 @@
-"""Learning a task, from its first batch to what is kept of it, and making earlier ones ready again."""
+"""Learning a task, from its first batch to what is kept of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,13 +13,11 @@ from torch import Tensor
 from confitune.errors import ConfituneError
 from confitune.nn.convert import Statistics
 from confitune.nn.following import MomentDrift
-from confitune.nn.lanes import moments_of
-from confitune.nn.measuring import InfiniteError, MeasuredSlots, plane_of
+from confitune.nn.measuring import InfiniteError, plane_of
 from confitune.nn.memory import TaskEntry
-from confitune.nn.pretrained import PretrainedState
+from confitune.nn.recovering import RecoveringSlots
 from confitune.nn.slots import initialise_head
 from confitune.nn.variance import VarianceDrift
-from confitune.nn.xconv import XconvNorm
 
 Norm = Literal["xconv", "task", "shared", "frozen", "calibrated"]
 
@@ -27,15 +25,12 @@ _COMPARED = 2  # batches that variances before and after a task are taken from
 _SHOWN = 128  # images that moments before and after a task are taken from
 
 
-class LearningSlots(MeasuredSlots):
+class LearningSlots(RecoveringSlots):
     """Slots that tasks are added to, trained in, and finished."""
 
     norm: Norm
     statistics: Statistics
     rank: int | None
-    drift: VarianceDrift | None  # of variances, where they are followed
-    pretrained: PretrainedState | None  # where it is kept
-    _pristine: dict[str, Tensor]  # what calibrated tasks start from
 
     def add_task(self, name: str, classes: int | Sequence[str], generator: torch.Generator | None = None) -> None:
         """Add a task and make it current: the last task's batch-norm state, a fresh head, no input statistics.
@@ -192,6 +187,8 @@ class LearningSlots(MeasuredSlots):
         if not self._memory.entry(name).finished:
             raise ConfituneError(f"task {name!r} is not finished: set_task({name!r}) to train it on")
         self.prepare(name)
+        if self.drift is not None and (len(self.tasks) > 1 or self.pretrained is not None):
+            self.drift.begin()
         self._reset_statistics()
         self._memory.store(self.tasks[name], self.head, finished=False)
 
@@ -271,92 +268,3 @@ class LearningSlots(MeasuredSlots):
         if self.drift is not None:
             self.drift.waits = False  # nothing has moved
         self._keep_finished(entry)
-
-    def _require_pretrained(self) -> PretrainedState:
-        if self.pretrained is None:
-            raise ConfituneError("this network does not keep its pre-trained state: ContinualNet(keep_pretrained=True)")
-        return self.pretrained
-
-    # ---- made ready ------------------------------------------------------------------------------------------------
-
-    def weights_moved(self) -> None:
-        """Say that weights changed where tensor versions do not show it."""
-        self._moves += 1
-
-    @torch.no_grad()
-    def prepare(self, task: str | None = None) -> None:
-        """Make `task` (default: the current one) ready for evaluation: recover its means through today's weights.
-
-        Does nothing where that was done and no weight has moved since.
-        """
-        self.set_task(task if task is not None else self.current_task)
-        entry, key = self.tasks[self.current_task], (self.current_task, self._weights_key())
-        if not entry.finished or self._recovered_at == key:
-            return
-        if entry.pretrained:
-            self._recover(self._require_pretrained().means_today())
-        else:
-            self._recover([norm.recovered_mean() for norm in self._recovering()])
-        self._recovered_at = key
-
-    def _recover(self, means: Sequence[Tensor]) -> None:
-        if means:
-            torch._foreach_copy_([moments_of(norm)[0] for norm in self._recovering()], list(means))
-
-    def _recovering(self) -> list[XconvNorm]:
-        return [norm for norm in self._memory.norms.values() if isinstance(norm, XconvNorm)]
-
-    def _weights_key(self) -> int:
-        convs = [norm.conv for norm in self._recovering()]
-        tensors = (tensor for conv in convs for tensor in (*conv.parameters(), *conv.buffers()))
-        return self._moves + sum(tensor._version for tensor in tensors)
-
-    # ---- in and out ------------------------------------------------------------------------------------------------
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """What is in no tensor of the network; the batch norm that calibrated tasks start from, too."""
-        drift = {} if self.drift is None else {"drift": self.drift.state()}
-        pretrained = {} if self.pretrained is None else {"pretrained": self.pretrained.state()}
-        return {**super().get_extra_state(), "pristine": self._pristine, **drift, **pretrained}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """See `get_extra_state`."""
-        super().set_extra_state(state)
-        self._pristine = state["pristine"]
-        if self.drift is not None:
-            self.drift.load_state(state["drift"])
-        if self.pretrained is not None:
-            self.pretrained.load_state(state["pretrained"])
-
-    def shared_state_dict(self) -> dict[str, Tensor]:
-        """What all tasks share: the backbone without its batch norms' state, what variances have become, and the state
-        of pre-training where it is kept.
-        """
-        ratios = {} if self.drift is None else self.drift.ratios()
-        shifts = self.drift.shifts() if isinstance(self.drift, MomentDrift) else {}
-        kept = {} if self.pretrained is None else self.pretrained.state()
-        return {
-            **super().shared_state_dict(),
-            **{f"{name}.variance_ratio": ratio for name, ratio in ratios.items()},
-            **{f"{name}.input_shift": shift for name, shift in shifts.items()},
-            **{f"{_PRETRAINED}{name}": part for name, part in kept.items()},
-        }
-
-    @torch.no_grad()
-    def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `shared_state_dict` gave."""
-        super().load_shared_state_dict(state)
-        if self.drift is not None:
-            for name, ratio in self.drift.ratios().items():
-                ratio.copy_(state[f"{name}.variance_ratio"])
-        if isinstance(self.drift, MomentDrift):
-            for name, shift in self.drift.shifts().items():
-                shift.copy_(state[f"{name}.input_shift"])
-        if self.pretrained is not None:
-            kept = {key.removeprefix(_PRETRAINED): part for key, part in state.items() if key.startswith(_PRETRAINED)}
-            self.pretrained.load_state(kept)
-        if self._current is not None and self.tasks[self._current].finished:
-            self._memory.load(self.tasks[self._current], self.head)  # variances and the state of pre-training are new
-
-
-_PRETRAINED = "pretrained."
