@@ -154,6 +154,14 @@ def test_the_note_says_what_was_left_unexplained(make_net, tasks, make_method, m
     assert f"with pre-trained statistics, {own:.0%} with the task's own" in note
 
 
+def test_a_task_that_is_trained_on_is_not_asked_again(make_net, tasks, make_method, make_settings):
+    net, hears = make_net("xconv", keep_pretrained=True), Hears()
+    fit(net, tasks[0], make_method("confit+probe", NEVER), make_settings(epochs=5))
+    net.reopen("dark")
+    fit(net, tasks[0], make_method("confit+probe", ALWAYS), make_settings(epochs=5), hears)
+    assert (hears.epochs, net.tasks["dark"].pretrained) == (5, False)
+
+
 # ---- a task that does not --------------------------------------------------------------------------------------------
 
 

@@ -114,7 +114,8 @@ class TaskFit:
             )
         net.to(self.device)
         net.to(memory_format=torch.channels_last)  # faster convolutions on GPUs, and on CPUs depthwise ones above all
-        if task.name not in net.tasks:
+        self.is_new = task.name not in net.tasks
+        if self.is_new:
             net.add_task(task.name, task.classes, derived_generator(settings.seed, "head", self.index))
         net.set_task(task.name)
         self.stages = method.stages(settings.epochs, self.index)
@@ -138,7 +139,8 @@ class TaskFit:
                 if self.epoch == 0:
                     begin = derived_seed(self.settings.seed, "begin", self.index)
                     torch.manual_seed(begin)
-                    if any(penalty.settles(context) for penalty in self.method.penalties):
+                    # A task that is trained on has something to lose.
+                    if self.is_new and any(penalty.settles(context) for penalty in self.method.penalties):
                         self.epoch = self.settings.epochs
                         return
                     torch.manual_seed(begin)  # a part that decided against it may have drawn numbers
