@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from confitune.nn.input_means import InputMeans
 from confitune.nn.variance import MOST, VarianceDrift, computing_with
@@ -140,24 +139,16 @@ class _Seen:
     def looking(self) -> Iterator[None]:
         """Within, a batch goes through the network."""
         statistics, norms = self._drift._statistics, self._drift._norms
-        kept = {name: [table.clone() for table in s.tables] for name, s in statistics.items()}
-        tracked = {name: s.tracking for name, s in statistics.items()}
-        hooks: list[RemovableHandle] = []
-        for name, s in statistics.items():
-            s.reset()
-            s.train()
-            s.tracking = s.cumulative = True
-            read = self._reader(name, s, kept[name])  # after the tensor was taken in, which is a hook, too
-            hooks += [n.conv.register_forward_pre_hook(read) for n in norms.values() if n.input_statistics is s]
-        hooks += [norm.register_forward_pre_hook(self._normaliser(name, norm)) for name, norm in norms.items()]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as stack:
             for name, s in statistics.items():
-                s.eval()
-                s.cumulative, s.tracking = s.momentum is None, tracked[name]
+                read = self._reader(name, s, [table.clone() for table in s.tables])
+                stack.enter_context(s.averaging())
+                for norm in norms.values():
+                    if norm.input_statistics is s:  # after the tensor was taken in, which is a hook, too
+                        stack.callback(norm.conv.register_forward_pre_hook(read).remove)
+            for name, norm in norms.items():
+                stack.callback(norm.register_forward_pre_hook(self._normaliser(name, norm)).remove)
+            yield
 
     def _reader(self, name: str, statistics: InputMeans, kept: list[Tensor]) -> Callable[..., None]:
         def seen(conv: nn.Module, args: Any) -> None:

@@ -112,6 +112,20 @@ class InputMeans(nn.Module):
         self._plane = self._known_plane()
         self._set_share()
 
+    @contextmanager
+    def averaging(self) -> Iterator[None]:
+        """Within, a new average over whole batches is taken, in evaluation mode, too."""
+        tracked, was_training = self.tracking, self.training
+        self.reset()
+        self.train()
+        self.tracking = self.cumulative = True
+        try:
+            yield
+        finally:
+            self.fold()  # while it is still known to be a sum
+            self.train(was_training)
+            self.cumulative, self.tracking = self.momentum is None, tracked
+
     @torch.no_grad()
     def observe(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Forward pre-hook of the first convolution that reads the tensor."""

@@ -15,7 +15,7 @@ so what is kept, once for the network, is the affine parameters, the variances, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,26 +75,18 @@ class PretrainedState(nn.Module):
             means: those of today, which it leaves as they are.
         """
         statistics = list(self._memory.statistics.values())
-        tracked = [s.tracking for s in statistics]
-        before = [table.clone() for s in statistics for table in s.tables]
-        for s in statistics:
-            s.reset()
-            s.train()
-            s.tracking = s.cumulative = True
-        try:
+        tables = [table for s in statistics for table in s.tables]
+        before = [table.clone() for table in tables]
+        with ExitStack() as stack:
+            for s in statistics:
+                stack.enter_context(s.averaging())
             yield
-        finally:
-            for s, tracking in zip(statistics, tracked, strict=True):
-                s.fold()
-                s.eval()
-                s.cumulative, s.tracking = s.momentum is None, tracking
         sizes = tuple(s.size for s in statistics)
         if self.images and sizes != self.sizes:  # M holds for planes of one size: it stays as it is
-            torch._foreach_copy_([table for s in statistics for table in s.tables], before)
+            torch._foreach_copy_(tables, before)
             return
-        weight = images / (self.images + images)
-        torch._foreach_lerp_(before, [table for s in statistics for table in s.tables], weight)
-        torch._foreach_copy_([table for s in statistics for table in s.tables], before)
+        torch._foreach_lerp_(before, tables, images / (self.images + images))
+        torch._foreach_copy_(tables, before)
         self.images, self.sizes = self.images + images, sizes
         self._keep(means)
 
