@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from confitune.engine import Executor, Listener, TaskFit, TrainSettings, fit, library_switches
 from confitune.engine.capture import _compiled as compile_backbone
+from confitune.engine.capture import _Drawing
 from confitune.errors import ConfituneError
 from confitune.methods import METHODS, Penalty
 from confitune.tasks import TaskSequence
@@ -259,6 +261,40 @@ class Graph:
         self.replays += 1
 
 
+class Draws:
+    def in_turn(self):
+        return nullcontext()
+
+
+class Device:
+    """A GPU's generator, streams and events, as far as their order goes."""
+
+    def __init__(self, monkeypatch):
+        self.offset, self.stream, self.log = 0, "a", []
+        monkeypatch.setattr(torch.cuda, "default_generators", [self])
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: self)
+
+    def get_offset(self):
+        return self.offset
+
+    def wait_event(self, event):
+        self.log.append(f"{self.stream} waits")
+
+    def record(self):
+        self.log.append(f"{self.stream} has drawn")
+
+
+def test_graphs_that_draw_random_numbers_wait_for_those_before(monkeypatch):
+    device = Device(monkeypatch)
+    drawing = _Drawing(0)
+    for stream, draws in (("a", False), ("a", True), ("b", False), ("b", True), ("a", True)):
+        device.stream = stream
+        with drawing.in_turn():
+            device.offset += 4 * draws
+    assert device.log == ["a has drawn", "b waits", "b waits", "b has drawn", "a waits", "a has drawn"]
+
+
 @pytest.fixture
 def graphs(monkeypatch):
     """Graphs that can be made without a GPU; capturing runs the function, replaying only counts."""
@@ -266,6 +302,8 @@ def graphs(monkeypatch):
     monkeypatch.setattr(Graph, "made", [])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("confitune.engine.capture._drawing", lambda device: Draws())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return Graph.made
 

@@ -61,7 +61,7 @@ def test_two_sources_in_one_run(values, mixed, tmp_path):
     page, twin = write_report(tmp_path / "out")
     assert "folder-mine-task2" in page.read_text()
     assert name in twin.read_text()
-    assert f"**{mixed['dataset']}**, test_byobnet, clean, 3 tasks" in comparison_page([tmp_path / "out"])
+    assert f"**{mixed['dataset']}**, test_byobnet, 3 tasks" in comparison_page([tmp_path / "out"])
 
 
 def test_a_run_broken_off_between_two_sources_ends_the_same(mixed, tmp_path, monkeypatch):
