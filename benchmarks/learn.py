@@ -71,7 +71,8 @@ def cut_folders(root: Path, tasks: int) -> list[Path]:
 
 def learned(folders: list[Path], scratch: Path, means: str, options: argparse.Namespace) -> dict[str, Any]:
     bundle, began = scratch / means, time.perf_counter()
-    settings = LearnSettings(means=means, size=options.size, epochs=options.epochs, keep=KEPT, device=options.device)
+    of_new = {"method": "confit", "means": means, "size": options.size}
+    settings = LearnSettings(**of_new, epochs=options.epochs, keep=KEPT, device=options.device)
     reports = [learn(folder, folder.name, bundle, settings, cache_dir=scratch / "cache") for folder in folders]
     seconds = time.perf_counter() - began
     opened = Bundle.open(bundle)

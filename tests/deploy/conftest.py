@@ -118,8 +118,8 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def new_bundle(weights: Path) -> dict[str, Any]:
-    """Settings that only a new bundle takes: timm's test_byobnet at 32 pixels."""
-    return {"model": "test_byobnet", "weights": str(weights), "size": 32}
+    """Settings that only a new bundle takes: timm's test_byobnet at 32 pixels, every task of which is trained."""
+    return {"model": "test_byobnet", "weights": str(weights), "size": 32, "method": "confit"}
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from PIL import Image
 
 from confitune import cli
 from confitune.deploy import Bundle, Predictor, check_tasks
+from confitune.methods.probe import Probe
 
 SOURCE = Path(cli.__file__).parents[2]
 
@@ -101,6 +102,25 @@ def test_learn_makes_a_bundle_and_then_adds_to_it(confitune, photos, quick, new_
     assert "held-out photos" not in said.out.splitlines()[-1]
 
 
+def test_learn_uses_best_and_says_where_only_a_head_was_fitted(
+    confitune, photos, quick, new_bundle, tmp_path, monkeypatch
+):
+    path, said_it = tmp_path / "model", "only a head was fitted, the network did not move"
+    start = [part for name, value in new_bundle.items() if name != "method" for part in (f"--{name}", value)]
+    for task, settles in (("reds", True), ("stripes", False)):
+        monkeypatch.setattr(Probe, "may_stay", lambda self, *_, settles=settles: settles)
+        said = confitune("learn", photos(task), "--name", task, "--bundle", path, *quick, *start)
+        assert said.code == 0
+        assert (said_it in said.out) == settles
+        assert ("(0 numbers and the head)" in said.out) == settles
+        start = []
+    assert Bundle.open(path).network.method == "best"
+    said = confitune("learn", photos("greens"), "--name", "greens", "--bundle", path, *quick, "--method", "confit")
+    assert "has method 'best', which cannot be changed to 'confit'" in refused(said)
+    said = confitune("tasks", path, "--check", "--device", "cpu")
+    assert [row[0] for row in rows(said.out)] == ["reds", "stripes"]
+
+
 def test_learn_says_how_many_earlier_tasks_were_tested(confitune, photos, quick, taught):
     path = taught(3)
     said = confitune("learn", photos("blues"), "--name", "blues", "--bundle", path, *quick, "--check", 1)
@@ -127,6 +147,8 @@ def test_predict_guesses_among_some(confitune, photos, taught_once):
         (["--name", "x", "--model", "resnet18"], "has model 'test_byobnet', which cannot be changed to 'resnet18'"),
         (["--name", "x", "--weights", "w.pth"], "has its weights already; leave --weights out"),
         (["--name", "x", "--means", "both"], "--means both: Input should be 'window' or 'phase'"),
+        (["--name", "x", "--method", "mas"], "--method mas: Input should be 'best' or 'confit'"),
+        (["--name", "x", "--method", "best"], "has method 'confit', which cannot be changed to 'best'"),
         (["--name", "x", "--lr", "0"], "--lr 0.0: Input should be greater than 0"),
         (["--name", "x", "--lr", "1e20"], "the loss of task 'x' became"),
         (["--name", "x", "--device", "abacus"], "device 'abacus' cannot be used"),

@@ -229,10 +229,10 @@ def test_a_misfit_is_measured_in_deviations_of_the_tasks_own_images():
     assert fit.misfit(own).std() == pytest.approx(1, abs=1e-3)
     # Every layer one of its deviations off: the mean over 5 independent layers deviates by 1 / sqrt(5).
     assert fit.misfit((fit.mean + fit.std)[None]).item() == pytest.approx(5**0.5, rel=0.05)
-    again = Fit.from_state(fit.state(), 5)
+    again = Fit.from_state(fit.state(), [4] * 5)
     assert torch.equal(again.misfit(own), fit.misfit(own))
-    assert Fit.from_state(fit.state(), 6) is None
-    assert Fit.from_state({}, 5) is None
+    assert Fit.from_state(fit.state(), [4] * 6) is None
+    assert Fit.from_state({}, [4] * 5) is None
     assert Fit.of(own[:1], own[:1]).misfit(own[:1]).item() == 0
     # New images fit worse than trained ones in every layer: that is usual then.
     worse = Fit.of(own, own + 0.5 * fit.std)

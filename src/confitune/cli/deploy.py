@@ -29,7 +29,7 @@ def learn_command(
     bundle: Annotated[Path, Option(help="the model's folder; made by the first task")],
     epochs: Annotated[int, Option(min=1, help="how often every photo is seen")] = 10,
     batch_size: Annotated[int, Option(min=2, help="photos a step")] = 32,
-    lr: Annotated[float, Option(help="learning rate")] = 0.01,
+    lr: Annotated[float | None, Option(help="learning rate; default: 0.03 of best, 0.01 of confit")] = None,
     seed: Annotated[int, Option(min=0, help="of everything random")] = 0,
     keep: Annotated[
         int, Option(min=0, help="held-out photos to keep with the model, to check the task later; 0: none")
@@ -47,14 +47,18 @@ def learn_command(
     size: Annotated[
         int | None, Option(min=32, max=224, help="for a new bundle: pixels of the network's input; default 224")
     ] = None,
+    method: Annotated[
+        str | None, Option(help="for a new bundle: best (default, see docs/best.md) or confit (the paper's)")
+    ] = None,
     device: Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     cache_dir: Annotated[Path | None, Option(help="folder for decoded images")] = None,
 ) -> None:
     """Teach one model another task from a folder of photos, and see what the earlier tasks lost or gained.
 
-    The first call makes the model from a pre-trained network; every later one adds a task with ConFiT. A fifth of the
-    photos (or test/) is held out to measure accuracy, and some of them stay with the model: after every task the
-    earlier ones are tested again, up to --check of them. If learning is stopped or fails, the model is as it was.
+    The first call makes the model from a pre-trained network; every later one adds a task. Where pre-trained features
+    are best for a task only a head is fitted, otherwise the network is trained (--method best). A fifth of the photos
+    (or test/) is held out to measure accuracy, and some of them stay with the model: after every task the earlier ones
+    are tested again, up to --check of them. If learning is stopped or fails, the model is as it was.
 
     [bold]Examples[/bold]
 
@@ -69,7 +73,7 @@ def learn_command(
 
     console = Console()
     given = {"model": model, "weights": weights, "means": means, "size": size, "epochs": epochs, "lr": lr}
-    given |= {"batch_size": batch_size, "seed": seed, "device": device, "keep": keep, "check": check}
+    given |= {"batch_size": batch_size, "seed": seed, "device": device, "keep": keep, "check": check, "method": method}
     try:
         settings = LearnSettings.model_validate(given)
     except ValidationError as error:
@@ -101,6 +105,8 @@ def _print_learned(console: Console, report: LearnReport, bundle: Path) -> None:
             "before: when each was last tested"
         )
     console.print(table)
+    if report.only_head:
+        console.print("The task keeps the pre-trained features: only a head was fitted, the network did not move.")
     kept = f", held-out photos {report.held_out_bytes / 1e6:.2f} MB" if report.held_out_bytes else ""
     console.print(
         f"{bundle} grew by {report.bytes / 1e6:.2f} MB ({report.numbers:,} numbers and the head){kept}; "

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from confitune.deploy.declared import check_declared
+from confitune.deploy.declared import check_declared, check_shared
 from confitune.deploy.format import (
     Added,
     BundleError,
@@ -125,7 +125,9 @@ class Bundle:
         try:
             _require_that_large(self.network.model, stored.bytes)
             net = new_network(self.network)
-            net.load_shared_state_dict(self._journal.backbones.read(stored))
+            shared = self._journal.backbones.read(stored)
+            check_shared(shared, self.network.size)
+            net.load_shared_state_dict(shared)
         except ConfituneError as error:
             raise _about(self._journal.backbones.path(stored), error) from error
         for task in tasks:
@@ -228,7 +230,7 @@ class Bundle:
 
 def new_network(network: Network) -> ContinualNet:
     """The network that a bundle describes, with random weights and without tasks."""
-    return ContinualNet(build_model(network.model), means=network.means)
+    return ContinualNet(build_model(network.model), **network.options)
 
 
 def _require_that_large(model: str, available: int) -> None:

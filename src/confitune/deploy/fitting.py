@@ -5,11 +5,15 @@ an image of the task has channel means near those; another image has not. A laye
 in units of the variance, averaged over channels; its logarithm is compared with what the task's training images had
 when it was learned, the deviations are averaged over layers, and the average is compared with that of images of the
 task which it was not trained on. That takes one forward pass for each task, and two numbers a layer to remember.
+
+Tasks that share the state of pre-training share its means, too, which would tell none of them apart. Each remembers how
+far the means of its own training images are from those, and distances are measured to there. Where a later task moves
+the weights, the shared means are recovered, and what is remembered moves along with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,10 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from confitune.engine import TrainSettings, batches
 from confitune.nn import ContinualNet
+from confitune.tasks import Images, Task
 
 _KEYS = ("fit.mean", "fit.std", "fit.usual", "fit.spread")
+_REFERENCE = "fit.reference"
 _LEAST = 1e-3  # deviation that is believed
+_FITTED = 256  # training images, and as many test images, that a task's fit is taken from
 
 
 @dataclass(frozen=True)
@@ -32,19 +40,22 @@ class Fit:
         std: likewise.
         usual: what the deviations of new images are on average.
         spread: how much that varies from image to image.
+        reference: of a task that shares the state of pre-training: how far the channel means of its training images are
+            from those of the state, one layer after the other.
     """
 
     mean: Tensor
     std: Tensor
     usual: Tensor
     spread: Tensor
+    reference: Tensor | None = None
 
     @classmethod
-    def of(cls, trained: Tensor, new: Tensor) -> Fit:
+    def of(cls, trained: Tensor, new: Tensor, reference: Tensor | None = None) -> Fit:
         """From log distances [images, layers] of images that the task was trained on, and of others."""
         mean, std = trained.mean(0), _deviation(trained)
         off = ((new - mean) / std).mean(1)
-        return cls(mean, std, off.mean(), _deviation(off))
+        return cls(mean, std, off.mean(), _deviation(off), reference)
 
     def misfit(self, distances: Tensor) -> Tensor:
         """How much worse images fit than the task's own, in units of how those differ: 0 is usual, 3 is rare."""
@@ -52,21 +63,57 @@ class Fit:
 
     def state(self) -> dict[str, Tensor]:
         """As named tensors, to be stored with the task's."""
-        return dict(zip(_KEYS, (self.mean, self.std, self.usual, self.spread), strict=True))
+        own = {} if self.reference is None else {_REFERENCE: self.reference}
+        return dict(zip(_KEYS, (self.mean, self.std, self.usual, self.spread), strict=True)) | own
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Tensor], layers: int) -> Fit | None:
-        """A copy of named tensors, which may be those of a file; None where they are not those of so many layers."""
-        shapes = [tuple(state[key].shape) if key in state else None for key in _KEYS]
-        return cls(*(state[key].clone() for key in _KEYS)) if shapes == [(layers,), (layers,), (), ()] else None
+    def from_state(cls, state: Mapping[str, Tensor], channels: Sequence[int]) -> Fit | None:
+        """A copy of named tensors, which may be those of a file; None where they are not those of layers with so many
+        channels each, or where a task that shares the state of pre-training has no reference.
+        """
+        layers, keys = len(channels), (*_KEYS, *((_REFERENCE,) if "pretrained" in state else ()))
+        expected = [(layers,), (layers,), (), (), (sum(channels),)][: len(keys)]
+        shapes = [tuple(state[key].shape) if key in state else None for key in keys]
+        return cls(*(state[key].float().clone() for key in keys)) if shapes == expected else None
 
 
 @torch.no_grad()
-def logits_and_distances(net: ContinualNet, x: Tensor, task: str) -> tuple[Tensor, Tensor]:
-    """Logits under a task's state, and the log distances [images, layers] to its statistics."""
-    with _looking(net) as distances:
-        logits = net(x, task)
+def logits_and_distances(
+    net: ContinualNet, x: Tensor, task: str, reference: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits under a task's state, and the log distances [images, layers] to its statistics.
+
+    Args:
+        reference: of the task's fit, where it has one.
+    """
+    logits, off = _differences(net, x, task)
+    if reference is not None:
+        parts = reference.to(x.device).split([norm.num_features for norm, _ in off])
+        off = [(norm, means - part) for (norm, means), part in zip(off, parts, strict=True)]
+    distances = [(means.square() / (_there(norm.running_var) + norm.eps)).mean(1) for norm, means in off]
     return logits, torch.stack(distances, 1).clamp_min(1e-12).log()
+
+
+@torch.no_grad()
+def measure_fit(net: ContinualNet, task: Task, settings: TrainSettings) -> Fit:
+    """How well the task's own images fit its statistics."""
+    was_training, device = net.training, next(net.parameters()).device
+
+    def some(images: Images) -> Iterator[Tensor]:
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))[:_FITTED]
+        return (task.inputs(pixels) for pixels, _ in batches(images, settings.batch_size, device, order))
+
+    def distances(images: Images) -> Tensor:
+        return torch.cat([logits_and_distances(net, x, task.name, reference)[1] for x in some(images)]).cpu()
+
+    net.eval()
+    reference = None
+    if net.tasks[task.name].pretrained:
+        off = [torch.cat([means for _, means in _differences(net, x, task.name)[1]], 1) for x in some(task.train)]
+        reference = torch.cat(off).mean(0).cpu()
+    fit = Fit.of(distances(task.train), distances(task.test), reference)
+    net.train(was_training)
+    return fit
 
 
 def layers_of(net: ContinualNet) -> list[_BatchNorm]:
@@ -74,16 +121,23 @@ def layers_of(net: ContinualNet) -> list[_BatchNorm]:
     return [module for module in net.backbone.modules() if isinstance(module, _BatchNorm)]
 
 
+def _differences(net: ContinualNet, x: Tensor, task: str) -> tuple[Tensor, list[tuple[_BatchNorm, Tensor]]]:
+    """Logits under a task's state, and how far channel means [images, channels] are from the running ones, layer by
+    layer as they are reached.
+    """
+    with _looking(net) as found:
+        logits = net(x, task)
+    return logits, found
+
+
 @contextmanager
-def _looking(net: ContinualNet) -> Iterator[list[Tensor]]:
-    found: list[Tensor] = []
+def _looking(net: ContinualNet) -> Iterator[list[tuple[_BatchNorm, Tensor]]]:
+    found: list[tuple[_BatchNorm, Tensor]] = []
 
     def look(norm: _BatchNorm, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0].float()
         means = x.mean(tuple(range(2, x.dim()))) if x.dim() > 2 else x
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        found.append(((means - norm.running_mean).square() / (norm.running_var + norm.eps)).mean(1))
+        found.append((norm, means - _there(norm.running_mean)))
 
     hooks = [norm.register_forward_pre_hook(look) for norm in layers_of(net)]
     try:
@@ -91,6 +145,11 @@ def _looking(net: ContinualNet) -> Iterator[list[Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _there(moments: Tensor | None) -> Tensor:
+    assert moments is not None
+    return moments
 
 
 def _deviation(values: Tensor) -> Tensor:

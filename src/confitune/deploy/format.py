@@ -4,7 +4,8 @@
     bundle.before.json   the head before the last change; every file that it needs is still there
     index.jsonl          what happened to tasks, one line each; only ever appended to
     backbones/<sha256>.safetensors
-    tasks/<sha256>.safetensors      batch-norm state, input statistics, head and fit of one task
+    tasks/<sha256>.safetensors      batch-norm state, input statistics, head and fit of one task; of one that shares the
+                                    state of pre-training, which is in the backbone's file, head and fit alone
     held-out/<sha256>.safetensors   a task's held-out images, as PNG
     .unfinished          is there from the first file that a change writes until all is done
 
@@ -19,9 +20,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+)
 
 from confitune.errors import ConfituneError
 from confitune.files import checksum_of
@@ -104,7 +113,10 @@ _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="o
 
 
 class Network(_Record):
-    """What the network is, and what its inputs must look like."""
+    """What the network is, and what its inputs must look like.
+
+    What is at its default is not written: a bundle from before there was such a field stays, byte for byte, what it is.
+    """
 
     model: str
     means: Literal["window", "phase"]
@@ -113,6 +125,27 @@ class Network(_Record):
     size: int = Field(ge=1, le=224, description="in pixels: images are cut to 224 square ones first")
     weights: str = Field(description="what it was pre-trained with")
     weights_sha256: Sha256
+    statistics: Literal["running", "pass"] = Field("running", description="how means are measured")
+    variance: Literal["stored", "ratio"] = Field(
+        "stored", description="ratio: those of earlier tasks follow later ones"
+    )
+    rank: int | None = Field(None, ge=1, le=1000, description="of a task's means; None: they are kept as they are")
+    keep_pretrained: bool = Field(False, description="tasks may share the state of pre-training")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `ContinualNet`."""
+        return {name: getattr(self, name) for name in ("means", "statistics", "variance", "rank", "keep_pretrained")}
+
+    @property
+    def method(self) -> Literal["best", "confit"]:
+        """What its tasks are learned with."""
+        return "best" if self.keep_pretrained else "confit"
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = type(self).model_fields
+        return {name: value for name, value in handler(self).items() if value != fields[name].default}
 
 
 class Head(_Record):

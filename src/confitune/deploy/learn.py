@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from confitune.deploy.bundle import Bundle
 from confitune.deploy.earlier import Change, check_earlier, some_of
-from confitune.deploy.fitting import Fit, logits_and_distances
+from confitune.deploy.fitting import measure_fit
 from confitune.deploy.format import BundleError, Network, TaskRecord
 from confitune.deploy.held_out import accuracy_on, keep_some
 from confitune.deploy.layout import check_name
-from confitune.engine import Executor, Listener, TaskFit, TrainSettings, batches, evaluate
+from confitune.engine import Executor, Listener, TaskFit, TrainSettings, evaluate
 from confitune.methods import METHODS, Method
 from confitune.nn import ContinualNet, create_backbone
-from confitune.tasks import CROP, Images, Progress, Task, load_folder_task
-
-_FITTED = 256  # training images, and as many test images, that a task's fit is taken from
+from confitune.tasks import CROP, Progress, load_folder_task
 
 
 class LearnSettings(BaseModel):
@@ -38,9 +35,12 @@ class LearnSettings(BaseModel):
         None, description="of a new bundle: window (exact, default) or phase (a third the size)"
     )
     size: int | None = Field(None, ge=32, le=224, description="of the network's input in pixels; default 224")
+    method: Literal["best", "confit"] | None = Field(
+        None, description="of a new bundle: best (default, see docs/best.md) or confit (the paper's)"
+    )
     epochs: int = Field(10, ge=1)
     batch_size: int = Field(32, ge=2)
-    lr: float = Field(0.01, gt=0)
+    lr: float | None = Field(None, gt=0, description="default: the method's, 0.03 of best and 0.01 of confit")
     seed: int = Field(0, ge=0)
     device: str = "auto"
     keep: int = Field(64, ge=0, description="held-out images to keep with the bundle; 0: none")
@@ -57,6 +57,7 @@ class LearnReport:
     test_images: int
     changes: tuple[Change, ...]  # of the earlier tasks that were tested
     earlier: int  # tasks with held-out images: those that could be tested
+    only_head: bool  # the task keeps the state of pre-training: a head was fitted, nothing was trained
     numbers: int  # that the task adds, head excluded
     bytes: int  # that it adds to the bundle, held-out images apart
     held_out_bytes: int
@@ -69,7 +70,6 @@ def learn(
     bundle: Path,
     settings: LearnSettings | None = None,
     *,
-    method: Method = METHODS["confit"],
     cache_dir: Path | None = None,
     listener: Listener | None = None,
     progress: Progress | None = None,
@@ -83,7 +83,6 @@ def learn(
         folder: one folder of images for each class; a fifth is held out for testing, or train/ and test/ apart.
         task: its name.
         bundle: the bundle's folder.
-        method: with Xconv BN; the others are there to compare with.
         cache_dir: for decoded images, see `load_tasks`.
         listener: is told how training goes.
         progress: called as progress(what, done, total) while images are decoded and earlier tasks are tested.
@@ -101,18 +100,19 @@ def learn(
             raise BundleError(f"{bundle} has a task {task!r} already; choose another name, or remove it first")
         if net is None or Bundle.exists(bundle):  # it may have been made meanwhile
             net = opened.load_network([opened.last_task])  # the new one starts from its batch norm
-        network = opened.network
+        network, method = opened.network, METHODS[opened.network.method]
         images = load_folder_task(
             folder, task, mean=network.mean, std=network.std, size=network.size, cache_dir=cache_dir, progress=progress
         )
         _check_classes(images.classes, folder)
-        training = _train_settings(settings)
+        training = _train_settings(settings, method)
         listener = listener or Listener()
         listener.run_started(method.name, [task], settings.epochs, 0)
         listener.task_started(0, task, 0)
         executor = Executor(net, training, listener)
         with executor.session():
             TaskFit(net, images, method, training, listener, len(opened.tasks), executor).run()
+        only_head = net.tasks[task].pretrained
         accuracy = evaluate(net, images, training)
         earlier = [name for name, record in opened.tasks.items() if record.held_out is not None]
         chosen = some_of(earlier, settings.check, settings.seed, len(opened.tasks))
@@ -128,7 +128,7 @@ def learn(
             held_out_images=0 if kept is None else len(kept["labels"]),
             accuracy=accuracy,
             images=len(images.train),
-            epochs=settings.epochs,
+            epochs=0 if only_head else settings.epochs,
             learned=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         checked = {change.task: change.after for change in changes}
@@ -142,30 +142,12 @@ def learn(
         test_images=len(images.test),
         changes=changes,
         earlier=len(earlier),
+        only_head=only_head,
         numbers=net.storage()[task].norm_numbers,
         bytes=stored.bytes,
         held_out_bytes=kept_file.bytes if kept_file else 0,
         seconds=time.monotonic() - began,
     )
-
-
-@torch.no_grad()
-def measure_fit(net: ContinualNet, task: Task, settings: TrainSettings) -> Fit:
-    """How well the task's own images fit its statistics."""
-    was_training, device = net.training, next(net.parameters()).device
-
-    def distances(images: Images) -> Tensor:
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))[:_FITTED]
-        found = [
-            logits_and_distances(net, task.inputs(pixels), task.name)[1]
-            for pixels, _ in batches(images, settings.batch_size, device, order)
-        ]
-        return torch.cat(found).cpu()
-
-    net.eval()
-    fit = Fit.of(distances(task.train), distances(task.test))
-    net.train(was_training)
-    return fit
 
 
 def _check_classes(classes: Sequence[str], folder: Path) -> None:
@@ -180,33 +162,28 @@ def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualN
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # of a random start, weights 'none'
         backbone = create_backbone(settings.model or "tf_efficientnet_lite0", settings.weights)
+    options: dict[str, Any] = {"means": "window", **METHODS[settings.method or "best"].network}
     network = Network(
         model=backbone.name,
-        means=settings.means or "window",
+        **options | ({} if settings.means is None else {"means": settings.means}),
         mean=backbone.mean,  # type: ignore[arg-type]
         std=backbone.std,  # type: ignore[arg-type]
         size=settings.size or CROP,
         weights=backbone.weights,
         weights_sha256=backbone.weights_sha256,
     )
-    return Bundle(path, network), ContinualNet(backbone.module, means=network.means)
+    return Bundle(path, network), ContinualNet(backbone.module, **network.options)
 
 
 def _require_same_network(bundle: Bundle, settings: LearnSettings) -> None:
-    asked: Mapping[str, object] = {"model": settings.model, "means": settings.means, "size": settings.size}
-    for option, value in asked.items():
-        there = getattr(bundle.network, option)
+    for option in ("model", "means", "size", "method"):
+        value, there = getattr(settings, option), getattr(bundle.network, option)
         if value is not None and value != there:
             raise BundleError(f"{bundle.path} has {option} {there!r}, which cannot be changed to {value!r}")
     if settings.weights is not None:
         raise BundleError(f"{bundle.path} has its weights already; leave --weights out")
 
 
-def _train_settings(settings: LearnSettings) -> TrainSettings:
-    return TrainSettings(
-        epochs=settings.epochs,
-        batch_size=settings.batch_size,
-        lr=settings.lr,
-        seed=settings.seed,
-        device=settings.device,
-    )
+def _train_settings(settings: LearnSettings, method: Method) -> TrainSettings:
+    given = settings.model_dump(include={"epochs", "batch_size", "lr", "seed", "device"}, exclude_none=True)
+    return TrainSettings.model_validate({**method.settings, **given})

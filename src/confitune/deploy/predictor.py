@@ -76,7 +76,7 @@ class Predictor:
         self._pipeline = Pipeline()
         self._net = bundle.load_network().to(self.device).to(memory_format=torch.channels_last).eval()
         self._loaded: OrderedDict[str, Fit | None] = OrderedDict()  # the one used last is the last
-        self._layers = len(layers_of(self._net))
+        self._channels = [norm.num_features for norm in layers_of(self._net)]
 
     @classmethod
     def from_bundle(
@@ -184,8 +184,8 @@ class Predictor:
         scores, misfits = [], []
         for task in names:
             self._make_ready([task])
-            logits, distances = logits_and_distances(self._net, x, task)
             fit = self._loaded[task]
+            logits, distances = logits_and_distances(self._net, x, task, fit.reference if fit is not None else None)
             misfit = fit.misfit(distances.cpu()) if fit is not None else torch.zeros(len(x))
             scores.append(logits.float().log_softmax(1).max(1).values.cpu() - misfit)
             misfits.append(misfit)
@@ -210,7 +210,7 @@ class Predictor:
         """Have these tasks in memory; those that were used longest ago make room."""
         for task in tasks:
             if task not in self._loaded:
-                self._loaded[task] = Fit.from_state(self.bundle.load_task(self._net, task), self._layers)
+                self._loaded[task] = Fit.from_state(self.bundle.load_task(self._net, task), self._channels)
             self._loaded.move_to_end(task)
         while len(self._loaded) > self.ready:
             gone, _ = self._loaded.popitem(last=False)
