@@ -28,7 +28,6 @@ from confitune.nn.measuring import plane_of
 from confitune.nn.mixing import mixed_logits
 from confitune.nn.pretrained import PretrainedState
 from confitune.nn.variance import Variance, VarianceDrift
-from confitune.nn.xconv import XconvNorm
 
 
 class ContinualNet(LearningSlots):
@@ -116,11 +115,10 @@ class ContinualNet(LearningSlots):
         self.kind = {"xconv": kept, "calibrated": (norm, start)}.get(norm, (norm,))
         self.drift = self.pretrained = None
         if norm == "xconv" and (variance == "ratio" or follow == "images"):
-            recovering = {name: n for name, n in self._memory.norms.items() if isinstance(n, XconvNorm)}
-            drift = VarianceDrift(recovering)
-            if follow == "images":
-                drift = MomentDrift(recovering, self._memory.statistics)
-            self.drift = self._memory.drift = drift
+            recovering, statistics_of = self._memory.recovering, self._memory.statistics
+            self.drift = self._memory.drift = (
+                MomentDrift(recovering, statistics_of) if follow == "images" else VarianceDrift(recovering)
+            )
         if norm == "xconv" and keep_pretrained:
             self.pretrained = self._memory.pretrained = PretrainedState(self._memory)
         self.momentum = momentum

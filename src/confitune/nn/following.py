@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from confitune.nn.input_means import InputMeans
-from confitune.nn.variance import MOST, VarianceDrift, computing_with
+from confitune.nn.lanes import moments_of
+from confitune.nn.variance import VarianceDrift, computing_with, ratio_of, scaled
 from confitune.nn.xconv import XconvNorm
 
 Follow = Literal["weights", "images"]
@@ -40,6 +41,7 @@ class MomentDrift(VarianceDrift):
     """
 
     captured = False  # what is done on the way differs between the two passes
+    option = "follow='images'"
 
     def __init__(self, norms: Mapping[str, XconvNorm], statistics: Mapping[str, InputMeans]) -> None:
         super().__init__(norms)
@@ -64,6 +66,9 @@ class MomentDrift(VarianceDrift):
     def means_today(self, name: str, table: int, kept: Tensor) -> Tensor:
         return kept + self.shift(name, table)
 
+    def shared(self) -> dict[str, Tensor]:
+        return {**super().shared(), **{f"{name}.input_shift": shift for name, shift in self.shifts().items()}}
+
     def state(self) -> dict[str, Any]:
         return {**super().state(), "shifts": self.shifts()}
 
@@ -74,26 +79,22 @@ class MomentDrift(VarianceDrift):
             shift.copy_(state["shifts"][name])
 
     @torch.no_grad()
-    def follow(self, load: Callable[[], None], means: Callable[[], list[Tensor]], run: Callable[[], object]) -> None:
+    def follow(self, load: Callable[[], None], run: Callable[[], object]) -> None:
         """See the module's text.
 
         Args:
-            load: puts the state of an earlier task into the live slot.
-            means: its output means under the weights that are in the network.
+            load: puts the state of an earlier task into the live slot, ready for the weights that are in the network.
             run: takes images through the backbone, in evaluation mode.
         """
-        norms = list(self._norms.values())
         self.active = True
         try:
             with self._weights_before():
                 load()
-                _set_means(norms, means())
                 before = _Seen(self)
                 with before.looking():
                     run()
             load()
-            beyond = [own - norm.recovered_mean() for own, norm in zip(means(), norms, strict=True)]
-            after = _Seen(self, before, dict(zip(self._norms, beyond, strict=True)))
+            after = _Seen(self, before)
             with after.looking():
                 run()
         finally:
@@ -115,39 +116,31 @@ class MomentDrift(VarianceDrift):
 
 
 class _Seen:
-    """What one pass shows, layer by layer; with a pass `before` every layer is corrected on the way.
+    """What one pass shows, layer by layer; with a pass `before` every layer is corrected on the way."""
 
-    Args:
-        beyond: what output means are beyond what is recovered, by layer.
-    """
-
-    def __init__(
-        self, drift: MomentDrift, before: _Seen | None = None, beyond: Mapping[str, Tensor] | None = None
-    ) -> None:
-        self._drift, self._before, self._beyond = drift, before, beyond or {}
+    def __init__(self, drift: MomentDrift, before: _Seen | None = None) -> None:
+        self._drift, self._before = drift, before
         self.tables: dict[str, list[Tensor]] = {}
         self.variances: dict[str, Tensor] = {}
 
     def ratio(self, name: str) -> Tensor:
         """Of a layer's variances, to those of the pass before."""
         assert self._before is not None
-        eps = self._drift._norms[name].eps
-        ratio = (self.variances[name] + eps) / (self._before.variances[name] + eps)
-        return ratio.nan_to_num(nan=1.0).clamp(1 / MOST, MOST)
+        return ratio_of(self.variances[name], self._before.variances[name], self._drift._norms[name].eps)
 
     @contextmanager
     def looking(self) -> Iterator[None]:
         """Within, a batch goes through the network."""
         statistics, norms = self._drift._statistics, self._drift._norms
         with ExitStack() as stack:
+            for name, norm in norms.items():  # while input means are those of the task
+                stack.callback(norm.register_forward_pre_hook(self._normaliser(name, norm)).remove)
             for name, s in statistics.items():
                 read = self._reader(name, s, [table.clone() for table in s.tables])
                 stack.enter_context(s.averaging())
                 for norm in norms.values():
                     if norm.input_statistics is s:  # after the tensor was taken in, which is a hook, too
                         stack.callback(norm.conv.register_forward_pre_hook(read).remove)
-            for name, norm in norms.items():
-                stack.callback(norm.register_forward_pre_hook(self._normaliser(name, norm)).remove)
             yield
 
     def _reader(self, name: str, statistics: InputMeans, kept: list[Tensor]) -> Callable[..., None]:
@@ -163,17 +156,13 @@ class _Seen:
         return seen
 
     def _normaliser(self, name: str, norm: XconvNorm) -> Callable[..., None]:
-        own = norm.get_buffer("running_var").clone()
+        mean, var = moments_of(norm)
+        beyond, own = mean - norm.recovered_mean(), var.clone()  # of the mean: what is not recovered
 
         def seen(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             self.variances[name] = self._drift._variance(args[0])
             if self._before is not None:
-                norm.get_buffer("running_mean").copy_(norm.recovered_mean() + self._beyond[name])
-                norm.get_buffer("running_var").copy_(((own + norm.eps) * self.ratio(name) - norm.eps).clamp_(min=0))
+                mean.copy_(norm.recovered_mean() + beyond)
+                var.copy_(scaled(own, self.ratio(name), norm.eps))
 
         return seen
-
-
-def _set_means(norms: list[XconvNorm], means: list[Tensor]) -> None:
-    for norm, mean in zip(norms, means, strict=True):
-        norm.get_buffer("running_mean").copy_(mean)

@@ -48,8 +48,7 @@ class LearningSlots(RecoveringSlots):
         if self.tasks:
             self.prepare(self.last_task)
             self._store_current()
-        if self.drift is not None and (self.tasks or self.pretrained is not None):
-            self.drift.begin()
+        self._watch_drift(len(self.tasks))
         self._reset_statistics()
         self._start_calibrations(generator)
         head = self._head(len(names))
@@ -59,6 +58,11 @@ class LearningSlots(RecoveringSlots):
         self._memory.tasks[name] = entry
         self._current = name
         self._recovered_at = None
+
+    def _watch_drift(self, others: int) -> None:
+        """A task is going to move the weights: so many others have to follow, and perhaps the state of pre-training."""
+        if self.drift is not None and (others or self.pretrained is not None):
+            self.drift.begin()
 
     def _norm_state(self) -> dict[str, Tensor]:
         return {
@@ -100,7 +104,7 @@ class LearningSlots(RecoveringSlots):
         finite = None
         if self.drift is not None and self.drift.waits:
             if batches is None:
-                raise ConfituneError(f"{self._followed} needs the task's training batches: finish_task(batches)")
+                raise ConfituneError(f"{self.drift.option} needs the task's training batches: finish_task(batches)")
             batches = iter(batches)
             if isinstance(self.drift, MomentDrift):
                 shown = self._first_images(batches)
@@ -147,10 +151,6 @@ class LearningSlots(RecoveringSlots):
         finally:
             self.train(was_training)
 
-    @property
-    def _followed(self) -> str:
-        return "follow='images'" if isinstance(self.drift, MomentDrift) else "variance='ratio'"
-
     @staticmethod
     def _first_images(batches: Iterator[Tensor]) -> list[Tensor]:
         found: list[Tensor] = []
@@ -167,19 +167,15 @@ class LearningSlots(RecoveringSlots):
             return
 
         def load() -> None:
-            if last is None or last.pretrained:
+            if last is None:
                 self._require_pretrained().load()
             else:
                 self._memory.load(last, self._head(len(last.classes)))
+            self._recover(last is None or last.pretrained)
 
-        def means() -> list[Tensor]:
-            if last is None or last.pretrained:
-                return self._require_pretrained().means_today()
-            return [norm.recovered_mean() for norm in self._recovering()]
-
-        with self.trying():
+        with self.trying(), torch.no_grad():
             self.eval()
-            drift.follow(load, means, lambda: (forward or self.features_of)(images))
+            drift.follow(load, lambda: (forward or self.features_of)(images))
         self._mixed.forget()
 
     def reopen(self, name: str) -> None:
@@ -187,8 +183,7 @@ class LearningSlots(RecoveringSlots):
         if not self._memory.entry(name).finished:
             raise ConfituneError(f"task {name!r} is not finished: set_task({name!r}) to train it on")
         self.prepare(name)
-        if self.drift is not None and (len(self.tasks) > 1 or self.pretrained is not None):
-            self.drift.begin()
+        self._watch_drift(len(self.tasks) - 1)
         self._reset_statistics()
         self._memory.store(self.tasks[name], self.head, finished=False)
 
@@ -221,8 +216,7 @@ class LearningSlots(RecoveringSlots):
         state = self._require_pretrained()
         with self.trying(), torch.no_grad():
             state.load()
-            means = state.means_today()
-            self._recover(means)
+            means = self._recover(pretrained=True)
             self.eval()
             if measured:
                 with state.measuring(measured, means):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
 
 import torch
@@ -80,36 +80,31 @@ class MeasuredSlots(TaskSlots):
         """The same without waiting for the device: whether all is finite, as a tensor (None: there is nothing)."""
         was_training, norms = self.training, self._measured_norms()
         statistics = list(self._memory.statistics.values())
-        momenta, tracked = [norm.momentum for norm in norms], [s.tracking for s in statistics]
+        momenta = [norm.momentum for norm in norms]
         moments = [moment for norm in norms for moment in moments_of(norm)]
         if [(s.device, s.dtype) for s in self._sums] != [(m.device, m.dtype) for m in moments]:
             self._sums, self._lanes = [torch.empty_like(moment) for moment in moments], []
-        self.track(True)
-        self._reset_statistics()
-        self.train()
+        self._image_size = None
         batches_seen = 0
         try:
-            for s in statistics:
-                s.cumulative = True
+            self.train()
             for norm in norms:
                 norm.momentum = 1.0  # running moments become the batch's own, to be added up here
             if self._sums:
                 torch._foreach_zero_(self._sums)
-            for group in _groups(batches, at_once):
-                (forward or self)(*group)
-                self._add_up(len(group))
-                batches_seen += len(group)
+            with ExitStack() as stack:
+                for s in statistics:
+                    stack.enter_context(s.averaging())
+                for group in _groups(batches, at_once):
+                    (forward or self)(*group)
+                    self._add_up(len(group))
+                    batches_seen += len(group)
             if batches_seen and self._sums:
                 torch._foreach_div_(self._sums, batches_seen)
                 torch._foreach_copy_(moments, self._sums)
         finally:
-            for s in statistics:
-                s.fold()  # while it is still known to be a sum
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
-            for s, tracking in zip(statistics, tracked, strict=True):
-                s.cumulative = s.momentum is None
-                s.tracking = tracking
             self.train(was_training)
         measured = [*moments, *(table for s in statistics for table in s.tables)]
         return torch.stack(torch._foreach_norm(measured, float("inf"))).isfinite().all() if measured else None
@@ -239,9 +234,7 @@ class MeasuredSlots(TaskSlots):
     @contextmanager
     def _whole_batch(self, x: Tensor) -> Iterator[None]:
         """Within, what is measured on the way is the whole batch's, of which other processes have the rest."""
-        measured = (*self._memory.statistics.values(), *self._batch_norms())
-        measuring = self.training or any(module.training for module in measured)
-        if not (self.ranks.several and measuring):
+        if not (self.ranks.several and self._measures()):
             yield
             return
         self.part = self.ranks.share(len(x), x.device)
@@ -249,6 +242,11 @@ class MeasuredSlots(TaskSlots):
             statistics.part = self.part
         with WholeBatchNorm(self.ranks):
             yield
+
+    def _measures(self) -> bool:
+        """Whether a pass leaves something behind, or uses moments of its batch."""
+        parts = (*self._memory.statistics.values(), *self._batch_norms())
+        return self.training or any(part.training for part in parts)
 
     @contextmanager
     def _counters_aside(self, batches: int) -> Iterator[None]:

@@ -98,6 +98,11 @@ class TaskMemory:
                 norm._memory = (memory,)
         return memory
 
+    @property
+    def recovering(self) -> dict[str, XconvNorm]:
+        """The layers that recover their mean, by name."""
+        return {name: norm for name, norm in self.norms.items() if isinstance(norm, XconvNorm)}
+
     def entry(self, task: str) -> TaskEntry:
         """The entry of a task, or an error that names the tasks there are."""
         if task not in self.tasks:
@@ -150,8 +155,11 @@ class TaskMemory:
 
     def unpacked(self, row: Tensor, layout: Layout) -> dict[str, Tensor]:
         """Such a row as named views: keys name layers, never the task, so a saved task can be renamed or moved."""
-        shapes = {slot.key: self._kept_shape(slot, layout) for slot in self._slots(layout)}
+        shapes = self._shapes(layout)
         return dict(zip(shapes, _split(row, list(shapes.values())), strict=True))
+
+    def _shapes(self, layout: Layout) -> dict[str, tuple[int, ...]]:
+        return {slot.key: self._kept_shape(slot, layout) for slot in self._slots(layout)}
 
     def named_parts(self, entry: TaskEntry) -> dict[str, Tensor]:
         """A task's whole row as named views."""
@@ -163,8 +171,7 @@ class TaskMemory:
 
     def shapes(self, layout: Layout | None, classes: int, features: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes of a row's parts, in their order; of a head alone where there is no layout."""
-        slots = [] if layout is None else self._slots(layout)
-        norm = {slot.key: self._kept_shape(slot, layout) for slot in slots if layout is not None}
+        norm = {} if layout is None else self._shapes(layout)
         return {**norm, "head.weight": (classes, features), "head.bias": (classes,)}
 
     def stored_tables(self, task: str, statistics: InputMeans) -> tuple[list[Tensor], Size | None]:
@@ -187,7 +194,7 @@ class TaskMemory:
 
     def norm_numbers(self, layout: Layout) -> int:
         """How many numbers of a row are not the head's."""
-        return sum(math.prod(self._kept_shape(slot, layout)) for slot in self._slots(layout))
+        return sum(map(math.prod, self._shapes(layout).values()))
 
     def _pretrained(self) -> PretrainedState:
         if self.pretrained is None:

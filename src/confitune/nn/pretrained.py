@@ -57,14 +57,15 @@ class PretrainedState(nn.Module):
     def means_today(self) -> list[Tensor]:
         """Of every layer that recovers its mean, under today's weights; the state must be in the live slot."""
         parts = self.parts()
-        offsets = {name: parts[f"{name}.running_mean"] for name in self._recovering()}
+        offsets = {name: parts[f"{name}.running_mean"] for name in self._memory.recovering}
         if not self.images:
             return list(offsets.values())
-        return [norm.recovered_mean() + offsets[name] for name, norm in self._recovering().items()]
+        return [norm.recovered_mean() + offsets[name] for name, norm in self._memory.recovering.items()]
 
     def offset(self, norm: XconvNorm) -> Tensor:
         """What one layer's mean is beyond what is recovered from M."""
-        return self.parts()[f"{next(name for name, known in self._recovering().items() if known is norm)}.running_mean"]
+        name = next(name for name, known in self._memory.recovering.items() if known is norm)
+        return self.parts()[f"{name}.running_mean"]
 
     @contextmanager
     def measuring(self, images: int, means: list[Tensor]) -> Iterator[None]:
@@ -98,11 +99,8 @@ class PretrainedState(nn.Module):
             for number, table in enumerate(statistics.tables):
                 kept = table if drift is None else drift.relative_means(name, number, table)
                 parts[self._memory.table_key(name, number)].copy_(kept)
-        for (name, norm), mean in zip(self._recovering().items(), means, strict=True):
+        for (name, norm), mean in zip(self._memory.recovering.items(), means, strict=True):
             parts[f"{name}.running_mean"].copy_(mean - norm.recovered_mean())
-
-    def _recovering(self) -> dict[str, XconvNorm]:
-        return {name: norm for name, norm in self._memory.norms.items() if isinstance(norm, XconvNorm)}
 
     def state(self) -> dict[str, Tensor]:
         """Everything, by name."""

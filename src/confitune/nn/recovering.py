@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from confitune.errors import ConfituneError
-from confitune.nn.following import MomentDrift
 from confitune.nn.lanes import moments_of
 from confitune.nn.measuring import MeasuredSlots
 from confitune.nn.pretrained import PretrainedState
 from confitune.nn.variance import VarianceDrift
-from confitune.nn.xconv import XconvNorm
 
 _PRETRAINED = "pretrained."
 
@@ -45,21 +43,19 @@ class RecoveringSlots(MeasuredSlots):
         entry, key = self.tasks[self.current_task], (self.current_task, self._weights_key())
         if not entry.finished or self._recovered_at == key:
             return
-        if entry.pretrained:
-            self._recover(self._require_pretrained().means_today())
-        else:
-            self._recover([norm.recovered_mean() for norm in self._recovering()])
+        self._recover(entry.pretrained)
         self._recovered_at = key
 
-    def _recover(self, means: Sequence[Tensor]) -> None:
+    def _recover(self, pretrained: bool) -> list[Tensor]:
+        """Output means under today's weights, of the state in the live slot (a task's own, or that of pre-training)."""
+        norms = self._memory.recovering.values()
+        means = self._require_pretrained().means_today() if pretrained else [norm.recovered_mean() for norm in norms]
         if means:
-            torch._foreach_copy_([moments_of(norm)[0] for norm in self._recovering()], list(means))
-
-    def _recovering(self) -> list[XconvNorm]:
-        return [norm for norm in self._memory.norms.values() if isinstance(norm, XconvNorm)]
+            torch._foreach_copy_([moments_of(norm)[0] for norm in norms], means)
+        return means
 
     def _weights_key(self) -> int:
-        convs = [norm.conv for norm in self._recovering()]
+        convs = [norm.conv for norm in self._memory.recovering.values()]
         tensors = (tensor for conv in convs for tensor in (*conv.parameters(), *conv.buffers()))
         return self._moves + sum(tensor._version for tensor in tensors)
 
@@ -84,16 +80,13 @@ class RecoveringSlots(MeasuredSlots):
             self.pretrained.load_state(state["pretrained"])
 
     def shared_state_dict(self) -> dict[str, Tensor]:
-        """What all tasks share: the backbone without its batch norms' state, what variances have become, and the state
-        of pre-training where it is kept.
+        """What all tasks share: the backbone without its batch norms' state, what moments have become, and the state of
+        pre-training where it is kept.
         """
-        ratios = {} if self.drift is None else self.drift.ratios()
-        shifts = self.drift.shifts() if isinstance(self.drift, MomentDrift) else {}
         kept = {} if self.pretrained is None else self.pretrained.state()
         return {
             **super().shared_state_dict(),
-            **{f"{name}.variance_ratio": ratio for name, ratio in ratios.items()},
-            **{f"{name}.input_shift": shift for name, shift in shifts.items()},
+            **({} if self.drift is None else self.drift.shared()),
             **{f"{_PRETRAINED}{name}": part for name, part in kept.items()},
         }
 
@@ -102,11 +95,8 @@ class RecoveringSlots(MeasuredSlots):
         """Put back what `shared_state_dict` gave."""
         super().load_shared_state_dict(state)
         if self.drift is not None:
-            for name, ratio in self.drift.ratios().items():
-                ratio.copy_(state[f"{name}.variance_ratio"])
-        if isinstance(self.drift, MomentDrift):
-            for name, shift in self.drift.shifts().items():
-                shift.copy_(state[f"{name}.input_shift"])
+            for name, tensor in self.drift.shared().items():
+                tensor.copy_(state[name])
         if self.pretrained is not None:
             kept = {key.removeprefix(_PRETRAINED): part for key, part in state.items() if key.startswith(_PRETRAINED)}
             self.pretrained.load_state(kept)

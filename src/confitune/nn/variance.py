@@ -35,9 +35,11 @@ class VarianceDrift(nn.Module):
 
     Attributes:
         captured: whether comparing is the same each time, so that it can be captured.
+        option: of the network, that asks for it.
     """
 
     captured = True
+    option = "variance='ratio'"
 
     def __init__(self, norms: Mapping[str, XconvNorm]) -> None:
         super().__init__()
@@ -67,8 +69,7 @@ class VarianceDrift(nn.Module):
 
     def today(self, name: str, kept: Tensor) -> Tensor:
         """What a kept variance is today."""
-        eps = self._norms[name].eps
-        return ((kept + eps) * self._ratio(name) - eps).clamp_(min=0)
+        return scaled(kept, self._ratio(name), self._norms[name].eps)
 
     def relative_means(self, name: str, table: int, means: Tensor) -> Tensor:
         """Input means of today as they are kept; here as they are."""
@@ -136,7 +137,11 @@ class VarianceDrift(nn.Module):
         for name, ratio in self.ratios().items():
             before, after = self._sums[name]
             eps = self._norms[name].eps * batches  # sums, as they are
-            ratio.mul_(((after + eps) / (before + eps)).nan_to_num(nan=1.0).clamp(1 / MOST, MOST))
+            ratio.mul_(ratio_of(after, before, eps))
+
+    def shared(self) -> dict[str, Tensor]:
+        """What all tasks share of it, by name; to be copied to where it comes back."""
+        return {f"{name}.variance_ratio": ratio for name, ratio in self.ratios().items()}
 
     def state(self) -> dict[str, Any]:
         """Everything, for a checkpoint."""
@@ -150,6 +155,24 @@ class VarianceDrift(nn.Module):
         self.waits = state["before"] is not None
         for name, weights in (state["before"] or {}).items():
             self._remember(name, weights)
+
+
+def ratio_of(after: Tensor, before: Tensor, eps: float) -> Tensor:
+    """Of variances, eps added to both, within bounds.
+
+    >>> ratio_of(torch.tensor([3.0, 0.0, 9e9]), torch.tensor([1.0, 0.0, 0.0]), 1.0)
+    tensor([  2.,   1., 100.])
+    """
+    return ((after + eps) / (before + eps)).nan_to_num(nan=1.0).clamp(1 / MOST, MOST)
+
+
+def scaled(variance: Tensor, ratio: Tensor, eps: float) -> Tensor:
+    """A variance after what `ratio_of` says happened to it.
+
+    >>> scaled(torch.tensor([1.0]), torch.tensor([2.0]), 1.0)
+    tensor([3.])
+    """
+    return ((variance + eps) * ratio - eps).clamp_(min=0)
 
 
 @contextmanager
