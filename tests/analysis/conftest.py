@@ -93,6 +93,22 @@ def state_of():
 
 
 @pytest.fixture
+def at_test():
+    """A copy of a network in a task's state at test time, and the batch norm after each convolution."""
+
+    def ready(net, task):
+        net = copy.deepcopy(net).eval()
+        net.set_task(task.name)
+        norms = {"0": net.backbone[1], "3": net.backbone[4]}
+        if net.norm == "xconv":
+            for norm in norms.values():
+                norm.running_mean.copy_(norm.recovered_mean(task.name))
+        return net, norms
+
+    return ready
+
+
+@pytest.fixture
 def by_hand():
     """Forward of the tiny network in float64, one line a layer, all test images at once.
 

@@ -39,14 +39,9 @@ class Copies(Listener):
         self.after.append(copy.deepcopy(self.net))
 
 
-def by_channel(net, task, by_hand):
+def by_channel(tested, task, by_hand):
     """True mean and variance, used mean and variance of each convolution, from all test images at once."""
-    net = copy.deepcopy(net).eval()
-    net.set_task(task.name)
-    norms = {"0": net.backbone[1], "3": net.backbone[4]}
-    if net.norm == "xconv":
-        for norm in norms.values():
-            norm.running_mean.copy_(norm.recovered_mean(task.name))
+    net, norms = tested
     with torch.no_grad():
         outputs, _ = by_hand(net, task, lambda norm, x: (norm.running_mean, norm.running_var))
     return {
@@ -75,11 +70,11 @@ def same(found, values):
         ("best", {}),
     ],
 )
-def test_errors_of_a_run(make_run, sequence, settings, by_hand, method, options):
+def test_errors_of_a_run(make_run, sequence, settings, at_test, by_hand, method, options):
     net = make_run(method, **options).net
     copies, recorder = Copies(net), ShiftRecorder(net, sequence, settings)
     make_run(method, net=net, listeners=(recorder, copies)).run()
-    first, _, last = (by_channel(after, sequence[0], by_hand) for after in copies.after)
+    first, _, last = (by_channel(at_test(after, sequence[0]), sequence[0], by_hand) for after in copies.after)
     result, eps = recorder.result(), 1e-5
     assert result.has_errors
     for place, conv in enumerate("03"):

@@ -43,14 +43,9 @@ def stored(norm, x):
     return norm.running_mean, norm.running_var
 
 
-def measured_by_hand(net, task, by_hand):
+def measured_by_hand(tested, task, by_hand):
     """True and running means of task `task`, by convolution."""
-    net = copy.deepcopy(net).eval()
-    net.set_task(task.name)
-    norms = {"0": net.backbone[1], "3": net.backbone[4]}
-    if net.norm == "xconv":
-        for norm in norms.values():
-            norm.running_mean.copy_(norm.recovered_mean(task.name))
+    net, norms = tested
     with torch.no_grad():
         outputs, _ = by_hand(net, task, stored)
     true = {conv: x.mean((0, 2, 3)).numpy() for conv, x in outputs.items()}
@@ -58,11 +53,14 @@ def measured_by_hand(net, task, by_hand):
 
 
 @pytest.mark.parametrize("method", CASES)
-def test_d0_d1_d2_of_a_run(make_run, sequence, settings, by_hand, method):
+def test_d0_d1_d2_of_a_run(make_run, sequence, settings, at_test, by_hand, method):
     run = make_run(method)
     copies, recorder = Copies(run.net), ShiftRecorder(run.net, sequence, settings)
     make_run(method, net=run.net, listeners=(recorder, copies)).run()
-    (true1, running1), _, (true3, running3) = (measured_by_hand(net, sequence[0], by_hand) for net in copies.after)
+    task = sequence[0]
+    (true1, running1), _, (true3, running3) = (
+        measured_by_hand(at_test(net, task), task, by_hand) for net in copies.after
+    )
     result = recorder.result()
     assert result.layers == ["0", "3"]
     assert (result.method, result.dataset, result.seed) == (method, "tiny", 0)
@@ -105,11 +103,11 @@ def test_weights_moved_by_hand(make_backbone, sequence, settings, norm):
 
 
 @pytest.mark.parametrize("norm", ["shared", "task", "xconv"])
-def test_the_task_at_hand_is_the_one_asked_for(make_run, sequence, settings, by_hand, norm):
+def test_the_task_at_hand_is_the_one_asked_for(make_run, sequence, settings, at_test, by_hand, norm):
     net = make_run({"shared": "finetune", "task": "task-bn", "xconv": "confit"}[norm]).net
     make_run({"shared": "finetune", "task": "task-bn", "xconv": "confit"}[norm], net=net).run()
     for task in sequence:
-        true, running = measured_by_hand(net, task, by_hand)
+        true, running = measured_by_hand(at_test(net, task), task, by_hand)
         found = moments_at_test(net, task, settings)
         assert found["3"].true_mean.dtype == torch.float64
         for name in "03":

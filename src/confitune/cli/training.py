@@ -28,6 +28,10 @@ PipelineName = Annotated[
     str | None,
     Option(help="clean, or published (what the paper's code fed the network), which every part must have"),
 ]
+FollowName = Annotated[
+    str | None, Option(help="what moments of earlier tasks follow: weights (the paper's) or images of later tasks")
+]
+Rank = Annotated[int | None, Option(help="keep window means as a product of this rank: fewer numbers")]
 On = Annotated[
     str,
     Option(
@@ -107,10 +111,8 @@ def run_command(
     variance: Annotated[
         str | None, Option(help="stored (the paper's) or ratio (follows what later tasks do to variances)")
     ] = None,
-    follow: Annotated[
-        str | None, Option(help="what moments of earlier tasks follow: weights (the paper's) or images of later tasks")
-    ] = None,
-    rank: Annotated[int | None, Option(help="keep window means as a product of this rank: fewer numbers")] = None,
+    follow: FollowName = None,
+    rank: Rank = None,
     lr: Annotated[float | None, Option(help="learning rate")] = None,
     optimizer: Annotated[str | None, Option(help="sgd, adam or adamw")] = None,
     momentum: Annotated[float | None, Option(help="of SGD")] = None,
@@ -270,10 +272,8 @@ def reproduce_command(
     variance: Annotated[
         str | None, Option(help="stored (default: the paper's) or ratio (follows what later tasks do to variances)")
     ] = None,
-    follow: Annotated[
-        str | None, Option(help="what moments of earlier tasks follow: weights (the paper's) or images of later tasks")
-    ] = None,
-    rank: Annotated[int | None, Option(help="keep window means as a product of this rank: fewer numbers")] = None,
+    follow: FollowName = None,
+    rank: Rank = None,
     parallel_seeds: Annotated[int, Option(min=1, help="so many seeds of a method at once, to fill a large GPU")] = 1,
     on: On = "local",
     gpus_per_run: GpusPerRun = None,
