@@ -16,7 +16,7 @@ from confitune.engine.capture import Executor
 from confitune.engine.context import context_of
 from confitune.engine.events import EpochEnd, Listener
 from confitune.engine.feed import batches, place_task, to_device
-from confitune.engine.parameters import TrainedParameters
+from confitune.engine.parameters import TrainedParameters, place_network
 from confitune.engine.readings import EpochReadings
 from confitune.engine.settings import TrainSettings, derived_generator, derived_seed
 from confitune.engine.step import TrainStep
@@ -112,8 +112,7 @@ class TaskFit:
                 f"task {task.name!r} has {len(task.train)} training images, fewer than the batch size "
                 f"{settings.batch_size}: batches of {self.batch_size}"
             )
-        net.to(self.device)
-        net.to(memory_format=torch.channels_last)  # faster convolutions on GPUs, and on CPUs depthwise ones above all
+        place_network(net, self.device)
         self.is_new = task.name not in net.tasks
         if self.is_new:
             net.add_task(task.name, task.classes, derived_generator(settings.seed, "head", self.index))
@@ -153,7 +152,6 @@ class TaskFit:
                     self._train_epoch(stage, epoch)
                     self.epoch = epoch + 1
                     after_epoch()
-                self.report()
                 self.parameters.unfreeze()
                 for penalty in self.method.penalties:
                     penalty.end_task(context)
@@ -175,7 +173,8 @@ class TaskFit:
     def _finish_in(self, half: bool) -> None:
         torch.manual_seed(derived_seed(self.settings.seed, *self.ranks.own("pass", self.index)))
         pixels = (pixels for pixels, _ in self._batches(self._order("pass", 0)))
-        self.net.finish_task(pixels, partial(self._measure, half), self.executor.lanes)
+        # What the last epochs measured is read when the device has all that comes after them.
+        self.net.finish_task(pixels, partial(self._measure, half), self.executor.lanes, launched=self.report)
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on after the last whole epoch; the network's own state is not in it."""

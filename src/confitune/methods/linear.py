@@ -66,7 +66,8 @@ def unexplained(features: Tensor, labels: Tensor, classes: int) -> float:
 
 def _factor(gram: Tensor) -> Tensor:
     """Of the matrix with the ridge added, without waiting for a GPU to say that it is positive: it is."""
-    factor: Tensor = torch.linalg.cholesky_ex(gram + _RIDGE * torch.eye(len(gram)).to(gram))[0]
+    ridge = _RIDGE * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    factor: Tensor = torch.linalg.cholesky_ex(gram + ridge)[0]
     return factor
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from confitune.errors import ConfituneError
 from confitune.nn.convert import Statistics
 from confitune.nn.following import MomentDrift
-from confitune.nn.measuring import InfiniteError, plane_of
+from confitune.nn.measuring import plane_of
 from confitune.nn.memory import TaskEntry
 from confitune.nn.recovering import RecoveringSlots
 from confitune.nn.slots import initialise_head
@@ -85,13 +85,17 @@ class LearningSlots(RecoveringSlots):
         batches: Iterable[Tensor] | None = None,
         forward: Callable[..., object] | None = None,
         at_once: int = 1,
+        launched: Callable[[], None] = lambda: None,
     ) -> None:
         """End the current task's training: measure what is to be measured, and store its state for good.
+
+        The task is then ready for evaluation.
 
         Args:
             batches: the task's training inputs in batches of the training size; needed for statistics='pass'.
             forward: how batches go through the network, see `measure`.
             at_once: how many of them.
+            launched: called before the device is waited for, when it has got all the work that needs no waiting.
 
         Raises:
             InfiniteError: what was measured is not finite; the task is then as unfinished as it was.
@@ -100,8 +104,7 @@ class LearningSlots(RecoveringSlots):
         entry = self.tasks[name]
         if entry.finished:
             raise ConfituneError(f"task {name!r} is finished already")
-        compared: list[Tensor] = []
-        finite = None
+        finite, compared = None, False
         if self.drift is not None and self.drift.waits:
             if batches is None:
                 raise ConfituneError(f"{self.drift.option} needs the task's training batches: finish_task(batches)")
@@ -111,26 +114,33 @@ class LearningSlots(RecoveringSlots):
                 self._follow(self.drift, torch.cat(shown), forward)
                 batches = chain(shown, batches)
             else:
-                compared = list(islice(batches, _COMPARED))
-                batches = chain(compared, batches)
+                first = list(islice(batches, _COMPARED))
+                self._compare(self.drift, first, forward)
+                batches, compared = chain(first, batches), True
         if self.norm == "xconv" and self.statistics == "pass":
             if batches is None:
                 raise ConfituneError("statistics='pass' needs the task's training batches: finish_task(batches)")
             finite = self._measure(batches, forward, at_once)
-            if compared or self.rank is not None:  # what comes cannot be undone, or needs the numbers now
-                self._require_finite(finite)
-                finite = None
         if any(not statistics.batches for statistics in self._memory.statistics.values()):
             raise ConfituneError(f"task {name!r} has seen no training batch: train it before finishing it")
+        waits = compared or self.rank is not None  # what comes then cannot be undone, or needs the numbers
+        if waits:
+            launched()
+            self._require_finite(finite)
         if self.drift is not None and compared:
-            self._compare(self.drift, compared, forward)
+            self.drift.take_over()
+            self._mixed.forget()  # variances of all tasks are new, though no weight has moved
         self._memory.store(entry, self.head, finished=True)
         if self.rank is not None:
             self._memory.load(entry, self.head)  # it is used as it is kept
         self._keep_finished(entry)
+        self.prepare(name)
+        if waits:
+            return
         try:
-            self._require_finite(finite)  # only now, so that nothing above had to wait for the device
-        except InfiniteError:
+            launched()
+            self._require_finite(finite)
+        except Exception:
             self._memory.store(entry, self.head, finished=False)
             raise
 
@@ -147,7 +157,6 @@ class LearningSlots(RecoveringSlots):
             with self.untracked(), drift.comparing(len(batches)):
                 for batch in batches:
                     (forward or self)(batch)
-            self._mixed.forget()  # variances of all tasks are new, though no weight has moved
         finally:
             self.train(was_training)
 
@@ -226,12 +235,23 @@ class LearningSlots(RecoveringSlots):
 
     @contextmanager
     def at_batch_moments(self) -> Iterator[None]:
-        """Within, in evaluation mode but for batch norms: they use the moments of the batch at hand, as in training."""
-        with self.trying(), torch.no_grad():
-            self.eval()
-            for norm in self._batch_norms():
-                norm.train()
-            yield
+        """Within, in evaluation mode but for batch norms: they use the moments of the batch at hand, as in training.
+
+        They keep nothing of them.
+        """
+        was_training, norms = self.training, self._batch_norms()
+        keeping = [norm.track_running_stats for norm in norms]
+        self.eval()
+        for norm in norms:
+            norm.train()
+            norm.track_running_stats = False
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for norm, keeps in zip(norms, keeping, strict=True):
+                norm.track_running_stats = keeps
+            self.train(was_training)
 
     @torch.no_grad()
     def features_of(self, x: Tensor) -> Tensor:

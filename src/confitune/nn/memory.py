@@ -82,6 +82,7 @@ class TaskMemory:
     drift: VarianceDrift | None = None  # a finished task's variances are relative to it
     rank: int | None = None  # of what is kept of a finished task's tables of input means; None: all of it
     pretrained: PretrainedState | None = None  # what tasks may share instead of a state of their own
+    _slots_of: dict[Layout, list[_Slot]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, backbone: nn.Module) -> TaskMemory:
@@ -142,7 +143,13 @@ class TaskMemory:
         return torch.cat(self._packed(layout))
 
     def _packed(self, layout: Layout) -> list[Tensor]:
-        return [self._kept(slot, layout).reshape(-1) for slot in self._slots(layout)]
+        slots = self._slots(layout)
+        values = [self._relative(slot, layout) for slot in slots]
+        if self.rank is not None:
+            thin = [place for place, slot in enumerate(slots) if self._is_thin(slot, layout)]
+            for place, factors in zip(thin, factored([values[p] for p in thin], self.rank), strict=True):
+                values[place] = factors
+        return [value.reshape(-1) for value in values]
 
     @torch.no_grad()
     def unpack(self, row: Tensor, layout: Layout) -> None:
@@ -204,19 +211,19 @@ class TaskMemory:
             )
         return self.pretrained
 
-    def _kept(self, slot: _Slot, layout: Layout) -> Tensor:
-        """What is kept of a live tensor."""
-        value, rank = slot.tensor, self._rank_of(slot, layout)
+    def _relative(self, slot: _Slot, layout: Layout) -> Tensor:
+        """What is kept of a live tensor, not yet as a product."""
+        value = slot.tensor
         if layout != "unfinished" and self.drift is not None:
             if slot.drifts:
                 value = self.drift.relative(slot.norm, value)
             elif slot.table is not None:
                 value = self.drift.relative_means(*slot.table, value)
-        return value if rank is None else factored(value, rank)
+        return value
 
     def _live(self, slot: _Slot, kept: Tensor, layout: Layout) -> Tensor:
         """What a live tensor is to be for what was kept of it."""
-        value = kept if self._rank_of(slot, layout) is None else product(kept, tuple(slot.tensor.shape))
+        value = product(kept, tuple(slot.tensor.shape)) if self._is_thin(slot, layout) else kept
         if layout != "unfinished" and self.drift is not None:
             if slot.drifts:
                 value = self.drift.today(slot.norm, value)
@@ -225,15 +232,21 @@ class TaskMemory:
         return value
 
     def _kept_shape(self, slot: _Slot, layout: Layout) -> tuple[int, ...]:
-        shape, rank = tuple(slot.tensor.shape), self._rank_of(slot, layout)
-        return shape if rank is None else (shape[0] + shape[1] * shape[2], rank)
+        shape = tuple(slot.tensor.shape)
+        if self.rank is None or not self._is_thin(slot, layout):
+            return shape
+        return shape[0] + shape[1] * shape[2], self.rank
 
-    def _rank_of(self, slot: _Slot, layout: Layout) -> int | None:
-        """Of the product that a table is kept as; None: it is kept as it is."""
-        shorter = layout == "finished" and slot.table is not None and is_shorter(tuple(slot.tensor.shape), self.rank)
-        return self.rank if shorter else None
+    def _is_thin(self, slot: _Slot, layout: Layout) -> bool:
+        """Whether it is kept as a product of two thin tables."""
+        return layout == "finished" and slot.table is not None and is_shorter(tuple(slot.tensor.shape), self.rank)
 
     def _slots(self, layout: Layout) -> list[_Slot]:
+        if layout not in self._slots_of:
+            self._slots_of[layout] = self._found_slots(layout)
+        return self._slots_of[layout]
+
+    def _found_slots(self, layout: Layout) -> list[_Slot]:
         slots = []
         for name, norm in self.norms.items():
             recovers = isinstance(norm, XconvNorm)

@@ -22,7 +22,8 @@ def recover_output_mean(weight: Tensor, bias: Tensor | None, window_means: Tenso
         [O]. Exact, because a convolution is linear in its input; no assumption about borders is left.
     """
     outputs = weight.shape[0]
-    # Multiply and sum rather than a matrix product: that would follow the user's TF32 and autocast settings.
+    # Multiply and sum rather than a matrix product: that would follow the user's TF32 and autocast settings. Flattened,
+    # though it copies weights in the order that convolutions like: the order of a sum must not depend on it.
     grouped = weight.reshape(groups, outputs // groups, -1).to(window_means.dtype)
     mean = (grouped * window_means.reshape(groups, 1, -1)).sum(2).reshape(outputs)
     return mean if bias is None else mean + bias.to(mean.dtype)

@@ -54,6 +54,7 @@ class VarianceDrift(nn.Module):
         # At addresses that captured passes rely on.
         self._before: dict[str, dict[str, Tensor]] = {}  # weights of convolutions before the task at hand
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}  # of variances before and after, while comparing
+        self._found: list[Tensor] = []  # ratios by layer, after it
 
     def ratios(self) -> dict[str, Tensor]:
         """By layer [C]: what has become of a variance (plus eps) of the pre-trained network's time."""
@@ -97,7 +98,7 @@ class VarianceDrift(nn.Module):
 
     @contextmanager
     def comparing(self, batches: int) -> Iterator[None]:
-        """Within, so many training batches are run through both weights; then the ratios are taken over."""
+        """Within, so many training batches are run through both weights; what comes of it waits for `take_over`."""
         ratios = self.ratios()
         if any(n not in self._sums or self._sums[n][0].device != r.device for n, r in ratios.items()):
             self._sums = {name: (torch.zeros_like(r), torch.zeros_like(r)) for name, r in ratios.items()}
@@ -111,12 +112,18 @@ class VarianceDrift(nn.Module):
         self.active = True
         try:
             yield
-            self._take_over(batches)
-            self.waits = False
         finally:
             self.active = False
             for hook in hooks:
                 hook.remove()
+        pairs = ((self._sums[name], batches * norm.eps) for name, norm in self._norms.items())  # sums, as they are
+        self._found = [ratio_of(after, before, eps) for (before, after), eps in pairs]
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """What was found by comparing holds for all earlier tasks from now on."""
+        torch._foreach_mul_(list(self.ratios().values()), self._found)
+        self._found, self.waits = [], False
 
     @torch.no_grad()
     def _compare(self, name: str, conv: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -131,13 +138,6 @@ class VarianceDrift(nn.Module):
             return whole_moments(values, self.ranks)[1]
         axes = [axis for axis in range(values.dim()) if axis != 1]
         return values.float().var(axes, correction=0)
-
-    @torch.no_grad()
-    def _take_over(self, batches: int) -> None:
-        for name, ratio in self.ratios().items():
-            before, after = self._sums[name]
-            eps = self._norms[name].eps * batches  # sums, as they are
-            ratio.mul_(ratio_of(after, before, eps))
 
     def shared(self) -> dict[str, Tensor]:
         """What all tasks share of it, by name; to be copied to where it comes back."""
