@@ -78,6 +78,11 @@ def test_wrong_options_are_named(options):
         create_method("probe", {"probe": options})
 
 
+def test_steps_of_all_tasks_are_captured_as_one():
+    for penalty in create_method("best").penalties:
+        assert penalty.captured_kind(1) == penalty.captured_kind(2)
+
+
 def test_a_network_that_does_not_keep_the_state_is_refused(make_net, tasks, make_method, make_settings):
     with pytest.raises(ConfituneError, match="keep_pretrained=True"):
         fit(make_net("xconv"), tasks[0], make_method("confit+probe"), make_settings())

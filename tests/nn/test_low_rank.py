@@ -24,6 +24,27 @@ def test_a_table_of_that_rank_comes_back(rank):
     torch.testing.assert_close(product(kept, original.shape), original, rtol=1e-4, atol=1e-5)
 
 
+def test_tables_of_all_shapes_at_once_are_what_each_is_alone():
+    shapes = [(32, 3), (3, 7), (64, 3), (9, 3), (32, 1), (5, 3)]
+    tables = [table(4, channels, k, seed) for seed, (channels, k) in enumerate(shapes)]
+    for original, together in zip(tables, factored(tables, 2), strict=True):
+        (alone,) = factored([original], 2)
+        torch.testing.assert_close(together, alone)
+        singular = torch.linalg.svdvals(original.flatten(1).double())
+        error = (product(together, original.shape) - original).double().norm()
+        torch.testing.assert_close(error, singular[2:].norm(), rtol=1e-3, atol=1e-5)
+    assert factored([], 2) == []
+
+
+def test_a_table_of_a_lower_rank_takes_nothing_for_the_rest():
+    original = table(1)
+    (kept,) = factored([original], 3)
+    assert kept.isfinite().all()
+    torch.testing.assert_close(product(kept, original.shape), original, rtol=1e-4, atol=1e-5)
+    (nothing,) = factored([torch.zeros(32, 3, 3)], 2)
+    assert not nothing.any()
+
+
 def test_nothing_of_that_rank_is_nearer():
     original = table(5)
     singular = torch.linalg.svdvals(original.reshape(32, 9).double())

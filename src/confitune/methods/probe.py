@@ -13,6 +13,7 @@ no step of the backbone.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from types import MappingProxyType
 from typing import Any
 
@@ -50,12 +51,17 @@ class Probe(Penalty):
     def storage(self) -> int:
         return self._kept
 
+    def captured_kind(self, index: int) -> Hashable:
+        """It has no part in steps."""
+        return None
+
     def settles(self, context: TaskContext) -> bool:
         net, classes = context.net, context.classes
         chosen = context.sample(self.options.images)
         labels = context.labels[chosen.to(context.labels.device)]
         with net.at_pretrained(measured=len(chosen)):
-            pretrained = unexplained(context.features(chosen), labels, classes)
+            features = context.features(chosen)
+        pretrained = unexplained(features, labels, classes)  # which waits for the device, when it has got all else
         if not self.may_stay(pretrained):
             return False
         with net.at_batch_moments():

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 def is_shorter(shape: tuple[int, ...], rank: int | None) -> bool:
@@ -21,37 +22,36 @@ def is_shorter(shape: tuple[int, ...], rank: int | None) -> bool:
 def factored(tables: Sequence[Tensor], rank: int) -> list[Tensor]:
     """Of each table [C, K, K] the best product of this rank as one tensor [C + K*K, rank]: left factors, then right.
 
-    A singular value decomposition by way of the small matrix [K*K, K*K] of products of columns, in float64: squared,
-    float32 tables still fit. That matrix alone is decomposed on the CPU, all in one copy there and one back, because a
-    GPU needs longer for it and is waited for each time. Signs are fixed, since libraries choose them.
+    A singular value decomposition by way of the products of a table's columns, or of its rows where these are fewer: a
+    small square matrix, in float64, which has room for squares of float32. It alone is decomposed on the CPU: a GPU
+    takes longer for it. Tables with matrices of one size go together.
     """
-    flat = [table.detach().flatten(1).double() for table in tables]
-    squares = [x.T @ x for x in flat]
-    if not squares:
-        return []
-    found = [_directions(square, rank) for square in _moved(squares, torch.device("cpu"))]
-    rights = _moved([right for right, _ in found], flat[0].device)
-    roots = _moved([root for _, root in found], flat[0].device)
-    lefts = [x @ right / root.where(root > 0, 1) for x, right, root in zip(flat, rights, roots, strict=True)]
-    return [
-        torch.cat([left, right * root]).to(table)
-        for table, left, right, root in zip(tables, lefts, rights, roots, strict=True)
-    ]
+    found: dict[int, Tensor] = {}
+    for size in sorted({_shorter_side(table) for table in tables}):
+        alike = [place for place, table in enumerate(tables) if _shorter_side(table) == size]
+        found.update(zip(alike, _factored_alike([tables[place] for place in alike], rank), strict=True))
+    return [found[place] for place in range(len(tables))]
 
 
-def _directions(square: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The leading right singular vectors [K*K, rank] of a table, and the roots of its singular values [rank]."""
-    values, vectors = torch.linalg.eigh(square)
-    right, root = vectors[:, -rank:].flip(1), values[-rank:].flip(0).clamp_min(0) ** 0.25
-    largest = right.abs().argmax(0)
-    return right * right.gather(0, largest[None]).sign(), root
+def _shorter_side(table: Tensor) -> int:
+    return min(table.shape[0], table.shape[1] * table.shape[2])
 
 
-def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """To a device, as one."""
-    together = torch.cat([tensor.flatten() for tensor in tensors]).to(device)
-    parts = together.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+def _factored_alike(tables: Sequence[Tensor], rank: int) -> list[Tensor]:
+    """The same for tables with the same shorter side."""
+    flat = [table.detach().flatten(1) for table in tables]
+    tall = pad_sequence([x if x.shape[0] >= x.shape[1] else x.T for x in flat], batch_first=True).double()
+    values, vectors = torch.linalg.eigh((tall.mT @ tall).cpu())
+    short, roots = vectors[:, :, -rank:].flip(2), values[:, None, -rank:].flip(2).clamp_min(0) ** 0.25
+    short = short * short.gather(1, short.abs().argmax(1, keepdim=True)).sign()  # libraries choose signs
+    short, roots = torch.cat([short, roots], 1).to(tall.device).split([short.shape[1], 1], 1)
+    long = (tall @ short / roots.where(roots > 0, 1)).to(tables[0])
+    short = (short * roots).to(tables[0])
+    factors = []
+    for place, x in enumerate(flat):
+        both = long[place, : max(x.shape)], short[place]
+        factors.append(torch.cat(both if x.shape[0] >= x.shape[1] else both[::-1]))
+    return factors
 
 
 def product(factors: Tensor, shape: tuple[int, ...]) -> Tensor:
