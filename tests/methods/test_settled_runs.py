@@ -69,7 +69,7 @@ def test_which_settle_here(reference):
     assert settled(run.net) == [False, True, False]
     assert [task["norm_numbers"] > 0 for task in result.tasks] == [True, False, True]
     assert run.images == 5 * (24 + 24)  # the second task's are not trained on
-    assert run.net.pretrained.images == 3 * 24
+    assert run.net.pretrained.images == 24 + 25  # of the first, and of the one that is used in that state
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,9 @@ class Probe(Penalty):
         net, classes = context.net, context.classes
         chosen = context.sample(self.options.images)
         labels = context.labels[chosen.to(context.labels.device)]
-        with net.at_pretrained(measured=len(chosen)):
+        first = net.pretrained is not None and not net.pretrained.images
+        # What convolutions read in that state: before they first move, and of the tasks that are used in it.
+        with net.at_pretrained(measured=len(chosen) if first else 0):
             features = context.features(chosen)
         pretrained = unexplained(features, labels, classes)  # which waits for the device, when it has got all else
         if not self.may_stay(pretrained):
@@ -68,7 +70,7 @@ class Probe(Penalty):
             own = unexplained(context.features(chosen), labels, classes)
         if not self.may_stay(pretrained, own):
             return False
-        with net.at_pretrained():
+        with net.at_pretrained(measured=0 if first else context.images):
             features = context.features(torch.arange(context.images))
         net.finish_pretrained(*fit_head(features, context.labels, classes))
         context.note(

@@ -8,7 +8,7 @@ swapped, so captured graphs, memory-mapped rows and distributed wrappers stay va
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -144,7 +144,9 @@ class TaskMemory:
 
     def _packed(self, layout: Layout) -> list[Tensor]:
         slots = self._slots(layout)
-        values = [self._relative(slot, layout) for slot in slots]
+        values = [slot.tensor for slot in slots]
+        if self.drift is not None and layout != "unfinished":
+            _replace(slots, values, self.drift.relative, self.drift.relative_means)
         if self.rank is not None:
             thin = [place for place, slot in enumerate(slots) if self._is_thin(slot, layout)]
             for place, factors in zip(thin, factored([values[p] for p in thin], self.rank), strict=True):
@@ -156,9 +158,8 @@ class TaskMemory:
         """Copy such a row into the live slot."""
         slots = self._slots(layout)
         kept = _split(row, [self._kept_shape(slot, layout) for slot in slots])
-        values = [self._live(slot, part, layout) for slot, part in zip(slots, kept, strict=True)]
         if slots:
-            torch._foreach_copy_([slot.tensor for slot in slots], values)
+            torch._foreach_copy_([slot.tensor for slot in slots], self._live(slots, kept, layout))
 
     def unpacked(self, row: Tensor, layout: Layout) -> dict[str, Tensor]:
         """Such a row as named views: keys name layers, never the task, so a saved task can be renamed or moved."""
@@ -193,7 +194,7 @@ class TaskMemory:
         parts = self._pretrained().parts() if entry.pretrained else self.named_parts(entry)
         slots = {slot.key: slot for slot in self._slots(layout)}
         size = self._pretrained().sizes[place] if entry.pretrained else entry.sizes[place]
-        return [self._live(slots[key], parts[key], layout) for key in keys], size
+        return self._live([slots[key] for key in keys], [parts[key] for key in keys], layout), size
 
     def offset(self, task: str, norm: XconvNorm) -> Tensor | None:
         """What a task's output mean is beyond what its stored tables recover; None: nothing."""
@@ -211,25 +212,15 @@ class TaskMemory:
             )
         return self.pretrained
 
-    def _relative(self, slot: _Slot, layout: Layout) -> Tensor:
-        """What is kept of a live tensor, not yet as a product."""
-        value = slot.tensor
-        if layout != "unfinished" and self.drift is not None:
-            if slot.drifts:
-                value = self.drift.relative(slot.norm, value)
-            elif slot.table is not None:
-                value = self.drift.relative_means(*slot.table, value)
-        return value
-
-    def _live(self, slot: _Slot, kept: Tensor, layout: Layout) -> Tensor:
-        """What a live tensor is to be for what was kept of it."""
-        value = product(kept, tuple(slot.tensor.shape)) if self._is_thin(slot, layout) else kept
-        if layout != "unfinished" and self.drift is not None:
-            if slot.drifts:
-                value = self.drift.today(slot.norm, value)
-            elif slot.table is not None:
-                value = self.drift.means_today(*slot.table, value)
-        return value
+    def _live(self, slots: Sequence[_Slot], kept: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+        """What live tensors are to be for what was kept of them."""
+        values = [
+            product(part, tuple(slot.tensor.shape)) if self._is_thin(slot, layout) else part
+            for slot, part in zip(slots, kept, strict=True)
+        ]
+        if self.drift is not None and layout != "unfinished":
+            _replace(slots, values, self.drift.today, self.drift.means_today)
+        return values
 
     def _kept_shape(self, slot: _Slot, layout: Layout) -> tuple[int, ...]:
         shape = tuple(slot.tensor.shape)
@@ -277,6 +268,22 @@ class TaskMemory:
     def table_key(conv: str, table: int) -> str:
         """The name of one table of input means in a row."""
         return f"{conv}.input_means" + (f".{table}" if table else "")
+
+
+def _replace(
+    slots: Sequence[_Slot],
+    values: list[Tensor],
+    variances: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+    means: Callable[[str, int, Tensor], Tensor],
+) -> None:
+    """Put in place of variances and input means, among the values of slots, what these make of them."""
+    places = {slot.norm: place for place, slot in enumerate(slots) if slot.drifts}
+    if places:
+        for name, value in variances({name: values[place] for name, place in places.items()}).items():
+            values[places[name]] = value
+    for place, slot in enumerate(slots):
+        if slot.table is not None:
+            values[place] = means(*slot.table, values[place])
 
 
 def _packed_head(head: nn.Linear) -> Tensor:

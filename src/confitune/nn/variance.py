@@ -63,14 +63,22 @@ class VarianceDrift(nn.Module):
     def _ratio(self, name: str) -> Tensor:
         return self.get_buffer(self._keys[name])
 
-    def relative(self, name: str, variance: Tensor) -> Tensor:
-        """A variance of today as it is kept: in terms of the pre-trained network's time."""
-        eps = self._norms[name].eps
-        return (variance + eps) / self._ratio(name) - eps
+    def relative(self, variances: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Variances of today, by layer, as they are kept: in terms of the pre-trained network's time."""
+        eps = [self._norms[name].eps for name in variances]
+        values = torch._foreach_add(list(variances.values()), eps)
+        torch._foreach_div_(values, [self._ratio(name) for name in variances])
+        torch._foreach_sub_(values, eps)
+        return dict(zip(variances, values, strict=True))
 
-    def today(self, name: str, kept: Tensor) -> Tensor:
-        """What a kept variance is today."""
-        return scaled(kept, self._ratio(name), self._norms[name].eps)
+    def today(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What kept variances, by layer, are today: `scaled` by what has happened to them."""
+        eps = [self._norms[name].eps for name in kept]
+        values = torch._foreach_add(list(kept.values()), eps)
+        torch._foreach_mul_(values, [self._ratio(name) for name in kept])
+        torch._foreach_sub_(values, eps)
+        torch._foreach_clamp_min_(values, 0.0)
+        return dict(zip(kept, values, strict=True))
 
     def relative_means(self, name: str, table: int, means: Tensor) -> Tensor:
         """Input means of today as they are kept; here as they are."""
