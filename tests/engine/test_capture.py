@@ -262,7 +262,8 @@ class Graph:
 
 
 class Draws:
-    def in_turn(self):
+    def in_turn(self, captures=False):
+        assert not Graph.capturing
         return nullcontext()
 
 
@@ -293,6 +294,16 @@ def test_graphs_that_draw_random_numbers_wait_for_those_before(monkeypatch):
         with drawing.in_turn():
             device.offset += 4 * draws
     assert device.log == ["a has drawn", "b waits", "b waits", "b has drawn", "a waits", "a has drawn"]
+
+
+def test_a_capture_waits_for_graphs_that_draw_and_those_after_wait_for_it(monkeypatch):
+    device = Device(monkeypatch)
+    drawing = _Drawing(0)
+    for stream, draws, captures in (("a", True, False), ("b", False, True), ("a", True, False)):
+        device.stream = stream
+        with drawing.in_turn(captures):
+            device.offset += 4 * draws
+    assert device.log == ["a has drawn", "b waits", "b has drawn", "a waits", "a has drawn"]
 
 
 @pytest.fixture

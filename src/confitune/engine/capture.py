@@ -172,7 +172,7 @@ class Executor:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
         try:
-            with _capturing(graph, self._pool):
+            with _drawing(torch.cuda.current_device()).in_turn(captures=True), _capturing(graph, self._pool):
                 output = function(*static)
         except RuntimeError as error:
             torch.cuda.synchronize(self.device)
@@ -192,21 +192,21 @@ class _Drawing:
     """Launches of graphs that draw random numbers, of all networks on a device.
 
     They read where the generator stands from the device, where torch keeps it once for all graphs and writes it at
-    every launch: on another stream that must wait until the graphs before have read theirs.
+    every launch, and when a capture begins: on another stream that must wait until the graphs before have read theirs.
     """
 
     def __init__(self, device: int) -> None:
         self._generator = torch.cuda.default_generators[device]
-        self._last: torch.cuda.Event | None = None  # after the last graph that drew
+        self._last: torch.cuda.Event | None = None  # after the last graph that drew, or the last capture
 
     @contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """Within, a graph is launched on the current stream."""
+    def in_turn(self, captures: bool = False) -> Iterator[None]:
+        """Within, a graph is launched on the current stream, or captured."""
         if self._last is not None:
             torch.cuda.current_stream().wait_event(self._last)
         before = self._generator.get_offset()
         yield
-        if self._generator.get_offset() != before:
+        if captures or self._generator.get_offset() != before:
             self._last = self._last or torch.cuda.Event()
             self._last.record()
 
