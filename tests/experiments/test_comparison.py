@@ -71,5 +71,6 @@ def test_the_command_prints_and_writes(runs, tmp_path):
 
 
 def test_the_page_on_what_was_tried_is_what_the_program_says():
-    folders = [ROOT / "results/beyond", *(ROOT / "results").glob("*/*/best")]
+    results = ROOT / "results"
+    folders = [results / "beyond", *results.glob("*/*/best"), *results.glob("*-follow/runs/*/*/confit")]
     assert (ROOT / "results/beyond/comparison.md").read_text() == comparison_page(folders)

@@ -67,15 +67,16 @@ def _runs_table(parts: Sequence[Part], found: Mapping[str, Sequence[ShiftResult]
 
 def _shift_claims(dataset: str, d1: dict[str, np.ndarray], added: dict[str, np.ndarray]) -> list[Claim]:
     claims = []
-    if {"finetune", "hierarchical"} <= set(d1):
-        lower = int((d1["hierarchical"] < d1["finetune"]).sum())
-        claims.append(
-            Claim(
-                text=f"{dataset}: hierarchical fine-tuning lowers D1",
-                measured=f"in {lower} of {len(d1['finetune'])} convolutions",
-                holds=lower > len(d1["finetune"]) / 2,
+    for plain, hierarchical in (("finetune", "hierarchical"), ("finetune-xconv", "confit")):
+        if {plain, hierarchical} <= set(d1):
+            lower = int((d1[hierarchical] < d1[plain]).sum())
+            claims.append(
+                Claim(
+                    text=f"{dataset}: hierarchical fine-tuning lowers D1 ({hierarchical} against {plain})",
+                    measured=f"in {lower} of {len(d1[plain])} convolutions",
+                    holds=lower > len(d1[plain]) / 2,
+                )
             )
-        )
     for plain, xconv in (("finetune", "finetune-xconv"), ("hierarchical", "confit")):
         if {plain, xconv} <= set(added):
             first = np.maximum(added[xconv][:5], 0).sum() / max(added[plain][:5].sum(), 1e-12)
