@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from confitune.engine import EpochEnd, Listener, TaskFit, TrainSettings, evaluate, fit
+from confitune.engine import DivergedError, EpochEnd, Listener, TaskFit, TrainSettings, evaluate, fit, network_sha256
+from confitune.engine.parameters import place_network
 from confitune.errors import ConfituneError
 from confitune.methods import METHODS, Penalty, create_method
 from confitune.nn import InfiniteError
@@ -353,3 +354,58 @@ def test_weights_that_no_pass_can_follow_end_a_fit_with_a_message(make_net, make
     with pytest.raises(InfiniteError, match="statistics of task 'dark' are not finite"):
         fit(net, make_task("dark"), method, TrainSettings(epochs=5, batch_size=8, device="cpu"))
     assert not net.tasks["dark"].finished
+
+
+class ReadLate(TaskFit):
+    """What epochs measured is read as late as a GPU's: when all of the task is under way."""
+
+    in_epoch = False
+
+    def _train_epoch(self, stage, epoch):
+        self.in_epoch = True
+        super()._train_epoch(stage, epoch)
+        self.in_epoch = False
+
+    def report(self, all_but=0):
+        if not self.in_epoch:
+            super().report(all_but)
+
+
+@pytest.mark.parametrize("statistics", ["running", "pass"])
+@pytest.mark.parametrize("method", ["confit", "best"])
+def test_a_task_that_diverged_is_not_finished_though_its_end_was_launched(make_net, make_task, method, statistics):
+    method = create_method(method, {"probe": {"most": 0}} if method == "best" else {})
+    net, events = make_net("xconv", **{**method.network, "statistics": statistics}), Events()
+    fitting = ReadLate(
+        net, make_task("dark"), method, TrainSettings(epochs=5, batch_size=8, lr=1e38, weight_decay=1e10, device="cpu"), events
+    )
+    with pytest.raises(DivergedError, match=r"task 'dark' became .* in epoch \d"):
+        fitting.run()
+    assert not net.tasks["dark"].finished
+
+
+@pytest.mark.parametrize("method", ["confit", "best"])
+def test_reading_late_changes_nothing(make_net, make_task, method):
+    method = create_method(method, {"probe": {"most": 0}} if method == "best" else {})
+    hashes, ends = set(), []
+    for kind in (TaskFit, ReadLate):
+        net, events = make_net("xconv", **method.network), Events()
+        kind(net, make_task("dark"), method, TrainSettings(epochs=5, batch_size=8, lr=0.01, device="cpu"), events).run()
+        hashes.add(network_sha256(net))
+        ends.append([(end.epoch, end.loss) for end in events.ends])
+    assert len(hashes) == 1
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 5
+
+
+def test_a_network_that_is_in_place_is_not_moved(make_net):
+    net, device = make_net("xconv"), torch.device("cpu")
+    moves, apply = [], net._apply
+    net._apply = lambda *args, **options: (moves.append(1), apply(*args, **options))[1]
+    place_network(net, device)
+    assert moves  # into another memory format
+    weight = net.backbone[0].weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    moves.clear()
+    place_network(net, device)
+    assert not moves

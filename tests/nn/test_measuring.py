@@ -1,4 +1,4 @@
-"""Statistics that are not finite: said, and gone again."""
+"""The end of a task: when the device is waited for, and statistics that are not finite: said, and gone again."""
 
 import copy
 
@@ -96,3 +96,55 @@ def test_finite_ones_are_as_they_were(net):
     """Looking costs nothing: huge numbers are numbers."""
     net.measure([1e15 * x for x in batches()])
     assert max(table.abs().max().item() for s in net._memory.statistics.values() for table in s.tables) > 1e12
+
+
+FORMS = {"pass": {}, "running": {"statistics": "running"}, "ratio": {"variance": "ratio"}, "rank": {"rank": 1}}
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS)
+def second(request, backbone):
+    """A network whose second task is trained and to be finished."""
+    torch.manual_seed(0)
+    net = ContinualNet(backbone(), **{"statistics": "pass", **request.param})
+    for name in ("a", "b"):
+        net.add_task(name, 2)
+        net.train()(batches(2)[0])
+        if name == "a":
+            net.finish_task(batches())
+    return net
+
+
+def test_before_anything_is_waited_for_it_is_said_that_all_is_launched(second, monkeypatch):
+    order, require = [], ContinualNet._require_finite
+
+    def waits(net, finite):
+        order.append("wait")
+        require(net, finite)
+
+    monkeypatch.setattr(ContinualNet, "_require_finite", waits)
+    second.finish_task(batches(1), launched=lambda: order.append("launched"))
+    assert order == ["launched", "wait"]
+    assert second.tasks["b"].finished
+
+
+def test_a_task_stays_unfinished_where_what_is_read_then_is_an_error(second):
+    def bad_news():
+        raise ValueError("the loss became nan")
+
+    with pytest.raises(ValueError, match="became nan"):
+        second.finish_task(batches(1), launched=bad_news)
+    assert not second.tasks["b"].finished
+    second.finish_task(batches(1))
+    assert second.tasks["b"].finished
+    assert second.eval()(batches()[0], "a").isfinite().all()
+
+
+def test_a_finished_task_is_ready(second):
+    x = batches(3)[0]
+    second.finish_task(batches(1))
+    second.eval()
+    ready = second(x)
+    second.prepare("a")
+    assert torch.equal(second(x, "b"), ready)
+    second.weights_moved()
+    assert torch.equal(second(x, "b"), ready)
