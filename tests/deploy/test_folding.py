@@ -63,7 +63,7 @@ def test_a_convolution_takes_over_scale_and_recovered_mean(trained, means):
         torch.testing.assert_close(plain.get_submodule(conv).weight, weight.detach())
         torch.testing.assert_close(plain.get_submodule(conv).bias, stored[f"{norm}.bias"] - mean * scale)
         # The mean of before the weights moved would have been another one.
-        assert ((mean - layer.running_mean) * scale).abs().max() > 0.1, norm
+        assert ((mean - layer.running_mean) * scale).abs().max() > 0.05, norm
 
 
 def test_timms_layer_leaves_its_activation(trained):

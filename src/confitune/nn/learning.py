@@ -109,14 +109,8 @@ class LearningSlots(RecoveringSlots):
             if batches is None:
                 raise ConfituneError(f"{self.drift.option} needs the task's training batches: finish_task(batches)")
             batches = iter(batches)
-            if isinstance(self.drift, MomentDrift):
-                shown = self._first_images(batches)
-                self._follow(self.drift, torch.cat(shown), forward)
-                batches = chain(shown, batches)
-            else:
-                first = list(islice(batches, _COMPARED))
-                self._compare(self.drift, first, forward)
-                batches, compared = chain(first, batches), True
+            first = self._see_drift(self.drift, batches, forward)
+            batches, compared = chain(first, batches), bool(first) and self.drift.waits
         if self.norm == "xconv" and self.statistics == "pass":
             if batches is None:
                 raise ConfituneError("statistics='pass' needs the task's training batches: finish_task(batches)")
@@ -148,6 +142,17 @@ class LearningSlots(RecoveringSlots):
         entry.image_size = self._image_size
         self._mixed.forget(self.current_task)  # a row from before may hold for these weights, but not for this state
         self._recovered_at = None
+
+    def _see_drift(
+        self, drift: VarianceDrift, batches: Iterator[Tensor], forward: Callable[..., object] | None
+    ) -> list[Tensor]:
+        """Look at what the task did to moments, on its first batches, and give those back; a ratio is not used yet."""
+        if isinstance(drift, MomentDrift):
+            first = self._first_images(batches)
+            self._follow(drift, torch.cat(first), forward)
+        elif first := list(islice(batches, _COMPARED)):
+            self._compare(drift, first, forward)
+        return first
 
     @torch.no_grad()
     def _compare(self, drift: VarianceDrift, batches: Sequence[Tensor], forward: Callable[..., object] | None) -> None:
