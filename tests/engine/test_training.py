@@ -376,9 +376,8 @@ class ReadLate(TaskFit):
 def test_a_task_that_diverged_is_not_finished_though_its_end_was_launched(make_net, make_task, method, statistics):
     method = create_method(method, {"probe": {"most": 0}} if method == "best" else {})
     net, events = make_net("xconv", **{**method.network, "statistics": statistics}), Events()
-    fitting = ReadLate(
-        net, make_task("dark"), method, TrainSettings(epochs=5, batch_size=8, lr=1e38, weight_decay=1e10, device="cpu"), events
-    )
+    settings = TrainSettings(epochs=5, batch_size=8, lr=1e38, weight_decay=1e10, device="cpu")
+    fitting = ReadLate(net, make_task("dark"), method, settings, events)
     with pytest.raises(DivergedError, match=r"task 'dark' became .* in epoch \d"):
         fitting.run()
     assert not net.tasks["dark"].finished
