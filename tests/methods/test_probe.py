@@ -56,7 +56,7 @@ def test_when_it_stays(options, cases):
 def test_by_name_and_with_options():
     method = create_method("confit+probe", {"probe": {"worse": 3, "most": 0.4, "images": 64}})
     assert (method.norm, method.network) == ("xconv", {"keep_pretrained": True})
-    assert method.penalties[0].options.model_dump() == {"worse": 3.0, "most": 0.4, "images": 64}
+    assert method.penalties[0].options.model_dump() == {"worse": 3.0, "most": 0.4, "hold": True, "images": 64}
     alone = create_method("probe")
     assert (alone.name, alone.norm, alone.schedule) == ("probe", "xconv", METHODS["confit"].schedule)
     assert [part.name for part in alone.penalties] == ["probe"]
@@ -74,7 +74,7 @@ def test_it_needs_xconv_batch_norm(base):
 
 @pytest.mark.parametrize("options", [{"worse": -0.5}, {"most": -1}, {"images": 1}, {"image": 3}])
 def test_wrong_options_are_named(options):
-    with pytest.raises(ConfituneError, match=r"options of probe: .*there are: worse, most, images"):
+    with pytest.raises(ConfituneError, match=r"options of probe: .*there are: worse, most, hold, images"):
         create_method("probe", {"probe": options})
 
 
@@ -273,3 +273,56 @@ def test_earlier_tasks_are_what_they_were_after_one_that_settles(make_run, metho
     assert matrix[1][1] == matrix[1][2]
     assert [task["norm_numbers"] for task in result.tasks] == [run.net.numbers_per_task, 0, 0]
     assert seen[0].shape == (8, 12)
+
+
+# ---- tasks that are trained while others rest on the pre-trained state ----------------------------------------------
+
+
+@pytest.fixture
+def rested(make_net, tasks, make_method, make_settings):
+    """A network, with one task at rest and one that was trained then, and what changed of the one at rest."""
+
+    def make(method="best", hold=True, **of_net):
+        net, hears = make_net("xconv", **{**create_method(method).network, **of_net}), Hears()
+        settings, x = make_settings(epochs=5, lr=0.05), tasks[0].test
+        fit(net, tasks[0], make_method(method, ALWAYS), settings, hears)
+        images = tasks[0].inputs(x.pixels[x.rows])
+        before = net.eval()(images, tasks[0].name).detach().clone()
+        weights = [p.detach().clone() for p in net.conv_parameters()]
+        never = {"probe": {**NEVER["probe"], "hold": hold}}
+        hears.notes.clear()
+        fit(net, tasks[1], make_method(method, never), settings, hears)
+        assert [entry.pretrained for entry in net.tasks.values()] == [True, False]
+        moved = sum(not torch.equal(p.detach(), w) for p, w in zip(net.conv_parameters(), weights, strict=True))
+        return net, hears, moved, (net.eval()(images, tasks[0].name) - before).abs().max().item()
+
+    return make
+
+
+@pytest.mark.parametrize("method", ["best", "confit+probe"])
+def test_a_task_at_rest_answers_to_the_bit_as_before(rested, method, tasks):
+    net, hears, moved, difference = rested(method)
+    assert (moved, difference) == (0, 0.0)
+    assert hears.notes == [
+        f"task {tasks[1].name!r}: convolutions stay as they are, for {tasks[0].name!r}; batch norms and a head are "
+        "trained"
+    ]
+    assert evaluate(net, tasks[1]) > 60  # what is trained is enough for that
+    named = net.task_state_dict(tasks[1].name)
+    assert not torch.equal(named["1.weight"], torch.ones_like(named["1.weight"]))
+
+
+def test_they_move_where_that_is_asked_for(rested):
+    _, hears, moved, difference = rested(hold=False)
+    assert moved == 2
+    assert difference > 0
+    assert hears.notes == []
+
+
+def test_nothing_is_held_for_a_task_itself(make_net, tasks, make_method, make_settings):
+    net = make_net("xconv", **create_method("best").network)
+    fit(net, tasks[0], make_method("best", ALWAYS), make_settings(epochs=5))
+    assert Probe().holds(net) == frozenset()
+    net.add_task("more", 2)
+    assert Probe().holds(net) == {"conv"}
+    assert Probe(hold=False).holds(net) == frozenset()

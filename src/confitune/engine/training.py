@@ -117,7 +117,8 @@ class TaskFit:
         if self.is_new:
             net.add_task(task.name, task.classes, derived_generator(settings.seed, "head", self.index))
         net.set_task(task.name)
-        self.stages = method.stages(settings.epochs, self.index)
+        held = frozenset(part for penalty in method.penalties for part in penalty.holds(net))
+        self.stages = [stage.without(held) for stage in method.stages(settings.epochs, self.index)]
         on_gpu = self.device.type == "cuda"
         self.parameters = TrainedParameters(net, self.stages, settings, self.executor.lr, on_gpu)
         self.optimizer = self.parameters.optimizer

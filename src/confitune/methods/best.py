@@ -1,7 +1,8 @@
 """ConFiT beyond its paper: what forgot least in our own measurements, see docs/best.md.
 
-Three things differ. Heads and batch norms, which are a task's own, take steps three times as large as the paper's,
-while convolutions keep its 0.01: a task then fits its own parameters to the shared ones sooner and pulls less at them.
+Tasks that pre-trained features are best for get a head and nothing else (`probe.py`). In the others three things
+differ. Heads and batch norms, which are a task's own, take steps three times as large as the paper's, while
+convolutions keep its 0.01: a task then fits its own parameters to the shared ones sooner and pulls less at them.
 Statistics are exact: window means (their best product of rank 2, so that a task takes no more numbers than in the
 paper), measured in a pass after the last step. And the variances of earlier tasks follow what later tasks do to
 variances.

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
+from confitune.methods.schedule import Part
 from confitune.nn import ContinualNet
 
 
@@ -74,6 +75,10 @@ class Penalty:
     def settles(self, context: TaskContext) -> bool:
         """Whether it has finished the task by itself: asked before anything else, and nothing is trained then."""
         return False
+
+    def holds(self, net: ContinualNet) -> frozenset[Part]:
+        """Parts of the network that are not to be trained in the task at hand."""
+        return frozenset()
 
     def begin_task(self, context: TaskContext) -> None:
         """Before the first step of a task."""

@@ -8,6 +8,9 @@ that it has not seen, in closed form.
 
 Where the pre-trained features win clearly the task gets a head fitted to them, and nothing else: no state of its own,
 no step of the backbone.
+
+From then on convolutions stay where they are: what such a task is used with is theirs alone, and no state of its own
+could make up for a step. A task that is trained still has batch norms and a head to train.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from pydantic import Field
 
 from confitune.methods.linear import fit_head, unexplained
 from confitune.methods.penalty import PartOptions, Penalty, TaskContext
+from confitune.methods.schedule import Part
 from confitune.nn import ContinualNet
 
 
@@ -30,6 +34,7 @@ class ProbeOptions(PartOptions):
 
     worse: float = Field(2.0, ge=0, description="where its own statistics leave so many times as much unexplained")
     most: float = Field(0.5, ge=0, description="but not where pre-trained ones leave more than this: much to be gained")
+    hold: bool = Field(True, description="convolutions, for tasks that are trained while others use that state")
     images: int = Field(256, ge=2, description="that both are judged by; all of a smaller task")
 
 
@@ -54,6 +59,14 @@ class Probe(Penalty):
     def captured_kind(self, index: int) -> Hashable:
         """It has no part in steps."""
         return None
+
+    def holds(self, net: ContinualNet) -> frozenset[Part]:
+        return frozenset({"conv"} if self.options.hold and _resting(net) else ())
+
+    def begin_task(self, context: TaskContext) -> None:
+        if self.holds(context.net):
+            named = ", ".join(map(repr, _resting(context.net)))
+            context.note(f"convolutions stay as they are, for {named}; batch norms and a head are trained")
 
     def settles(self, context: TaskContext) -> bool:
         net, classes = context.net, context.classes
@@ -86,3 +99,8 @@ class Probe(Penalty):
         (True, False, False)
         """
         return bool(pretrained <= self.options.most and own >= self.options.worse * pretrained)
+
+
+def _resting(net: ContinualNet) -> list[str]:
+    """Tasks besides the one at hand that are used in the pre-trained state."""
+    return [name for name, entry in net.tasks.items() if entry.pretrained and name != net.current_task]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Part = Literal["head", "norm", "conv", "calibration"]
 
@@ -16,6 +16,17 @@ class Stage:
     name: str
     epochs: int
     trains: frozenset[Part]
+
+    def without(self, held: frozenset[Part]) -> Stage:
+        """The same with these parts left as they are.
+
+        >>> Stage("all", 5, frozenset({"head", "norm", "conv"})).without(frozenset({"conv"})).name
+        'head+norm'
+        """
+        if not self.trains & held:
+            return self
+        trains = self.trains - held
+        return Stage("+".join(part for part in get_args(Part) if part in trains), self.epochs, trains)
 
 
 Schedule = Callable[[int], tuple[Stage, ...]]  # from a task's number of epochs
