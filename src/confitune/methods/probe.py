@@ -9,8 +9,8 @@ that it has not seen, in closed form.
 Where the pre-trained features win clearly the task gets a head fitted to them, and nothing else: no state of its own,
 no step of the backbone.
 
-From then on convolutions stay where they are: what such a task is used with is theirs alone, and no state of its own
-could make up for a step. A task that is trained still has batch norms and a head to train.
+From then on convolutions stay where they are: such a task has no state of its own that could make up for their steps. A
+task that is trained still has batch norms and a head to train.
 """
 
 from __future__ import annotations
