@@ -163,6 +163,6 @@ class _Seen:
             self.variances[name] = self._drift._variance(args[0])
             if self._before is not None:
                 mean.copy_(norm.recovered_mean() + beyond)
-                var.copy_(scaled(own, self.ratio(name), norm.eps))
+                var.copy_(scaled([own], [self.ratio(name)], [norm.eps])[0])
 
         return seen

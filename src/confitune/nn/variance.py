@@ -72,13 +72,9 @@ class VarianceDrift(nn.Module):
         return dict(zip(variances, values, strict=True))
 
     def today(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What kept variances, by layer, are today: `scaled` by what has happened to them."""
-        eps = [self._norms[name].eps for name in kept]
-        values = torch._foreach_add(list(kept.values()), eps)
-        torch._foreach_mul_(values, [self._ratio(name) for name in kept])
-        torch._foreach_sub_(values, eps)
-        torch._foreach_clamp_min_(values, 0.0)
-        return dict(zip(kept, values, strict=True))
+        """What kept variances, by layer, are today."""
+        ratios, eps = [self._ratio(name) for name in kept], [self._norms[name].eps for name in kept]
+        return dict(zip(kept, scaled(list(kept.values()), ratios, eps), strict=True))
 
     def relative_means(self, name: str, table: int, means: Tensor) -> Tensor:
         """Input means of today as they are kept; here as they are."""
@@ -174,13 +170,17 @@ def ratio_of(after: Tensor, before: Tensor, eps: float) -> Tensor:
     return ((after + eps) / (before + eps)).nan_to_num(nan=1.0).clamp(1 / MOST, MOST)
 
 
-def scaled(variance: Tensor, ratio: Tensor, eps: float) -> Tensor:
-    """A variance after what `ratio_of` says happened to it.
+def scaled(variances: list[Tensor], ratios: list[Tensor], eps: list[float]) -> list[Tensor]:
+    """Variances of layers, each after what `ratio_of` says happened to it.
 
-    >>> scaled(torch.tensor([1.0]), torch.tensor([2.0]), 1.0)
-    tensor([3.])
+    >>> scaled([torch.tensor([1.0])], [torch.tensor([2.0])], [1.0])
+    [tensor([3.])]
     """
-    return ((variance + eps) * ratio - eps).clamp_(min=0)
+    values = torch._foreach_add(variances, eps)
+    torch._foreach_mul_(values, ratios)
+    torch._foreach_sub_(values, eps)
+    torch._foreach_clamp_min_(values, 0.0)
+    return list(values)
 
 
 @contextmanager
