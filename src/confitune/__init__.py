@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from confitune.engine import TrainSettings, evaluate, fit
     from confitune.errors import ConfituneError
     from confitune.methods import create_method
-    from confitune.nn import ContinualNet, convert_xconv_bn, create_backbone
+    from confitune.nn import ContinualNet, create_backbone
     from confitune.tasks import TaskSequence, load_tasks
 
 __version__ = "0.1.0"
@@ -19,7 +19,6 @@ __all__ = [
     "ContinualNet",
     "TaskSequence",
     "TrainSettings",
-    "convert_xconv_bn",
     "create_backbone",
     "create_method",
     "evaluate",
@@ -32,7 +31,6 @@ _HOMES = {
     "ContinualNet": "nn",
     "TaskSequence": "tasks",
     "TrainSettings": "engine",
-    "convert_xconv_bn": "nn",
     "create_backbone": "nn",
     "create_method": "methods",
     "evaluate": "engine",

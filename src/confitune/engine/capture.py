@@ -28,7 +28,6 @@ from confitune.nn import ContinualNet
 # The first step of a kind is plain Python, which settles sizes; the second may be compiled; both let libraries choose
 # their algorithms. The third is captured.
 _NOT_CAPTURED = 2
-_LANES = 4  # batches that one graph takes through the network at the same time where they do not depend on each other
 _KEPT = 24  # graphs: where every task has its own, those of tasks long past go
 
 Inputs = tuple[Tensor | None, ...]
@@ -37,37 +36,38 @@ Inputs = tuple[Tensor | None, ...]
 @dataclass(frozen=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    remembered: Any  # by the network, after a step of this kind
+    seen: Any  # what the observer of statistics knew after a step of this kind
     inputs: Inputs
     output: Tensor | None
 
 
 class Executor:
-    """Runs the steps of one network.
+    """Runs the steps of one network, which it takes to its device.
 
     Args:
         net: what the steps train.
         settings: `step` says how: 'eager' launches kernel by kernel, 'graph' captures and replays, 'compile' has
             torch.compile fuse the backbone's kernels first.
-        listener: is told when a network cannot be captured.
+        listener: is told how training goes, and when a network cannot be captured.
     """
 
     def __init__(self, net: ContinualNet, settings: TrainSettings, listener: Listener | None = None) -> None:
-        self.net, self.settings = net, settings
+        self.net, self.settings, self.listener = net, settings, listener or Listener()
         self.device = settings.torch_device()
-        self.mode = settings.step_mode(self.device, net.ranks.size)
-        self.lr: float | Tensor = settings.lr
-        if self.device.type == "cuda":
-            self.lr = torch.tensor(settings.lr, device=self.device)
+        self.mode = settings.step_mode(self.device)
+        # In the order that convolutions are faster in: on GPUs, and on CPUs depthwise ones above all.
+        net.to(self.device).to(memory_format=torch.channels_last)
+        self._lrs: dict[float, Tensor] = {}  # by factor; on a GPU at addresses that captured steps rely on
+        self._lr = settings.lr
         # One for good: libraries keep tens of megabytes for every stream they have seen.
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._listener = listener or Listener()
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()  # the one replayed last is the last
         self._others: dict[int, Executor] = {}
         self._seen: Counter[Hashable] = Counter()
         self._pool: Any = None
         self._captures = self.mode != "eager" and self.device.type == "cuda"
         self._compiled: dict[Hashable, Callable[[Tensor], Tensor]] = {}
+        self._backbone: Callable[[Tensor], Tensor] | None = None  # compiled, while a step runs with it
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -75,23 +75,34 @@ class Executor:
         with library_switches(self.settings, self.mode), _on_stream(self._stream):
             yield
 
-    @property
-    def lanes(self) -> int:
-        """How many batches are best measured at once: forward passes of small ones leave half of a GPU idle."""
-        return _LANES if self.mode == "graph" and self._captures else 1
-
     def of(self, other: ContinualNet) -> Executor:
         """The executor of another network that is trained beside this one, the same each time."""
         if id(other) not in self._others:
-            self._others[id(other)] = Executor(other, self.settings, self._listener)
+            self._others[id(other)] = Executor(other, self.settings, self.listener)
         return self._others[id(other)]
+
+    def lr_of(self, factor: float) -> float | Tensor:
+        """The learning rate of a group of parameters; on a GPU a tensor that follows `set_lr`."""
+        if self.device.type != "cuda":
+            return self._lr * factor
+        if factor not in self._lrs:
+            self._lrs[factor] = torch.tensor(self._lr * factor, device=self.device)
+        return self._lrs[factor]
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the steps to come, captured ones included."""
-        if isinstance(self.lr, Tensor):
-            self.lr.fill_(lr)
-        else:
-            self.lr = lr
+        self._lr = lr
+        for factor, tensor in self._lrs.items():
+            tensor.fill_(lr * factor)
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the backbone makes of training images, by compiled code where that is there."""
+        if self._backbone is None:
+            return self.net.features(x)
+        self.net.begin_batch(x)
+        features = self._backbone(x)
+        self.net.observer.count()
+        return features
 
     def __call__(
         self,
@@ -115,7 +126,8 @@ class Executor:
             self._graphs.move_to_end(kind)
             output = self._replay(kind, inputs)
             if trains:
-                self.net.replayed(self._graphs[kind].remembered)
+                self.net.weights_moved()
+                self.net.observer.replayed(self._graphs[kind].seen)
             return output
         self._seen[kind] += 1
         with self._compiling(kind, forward) if trains else nullcontext():
@@ -141,20 +153,20 @@ class Executor:
 
     def _give_up(self, why: str) -> None:
         self._captures = False
-        self._listener.note(
+        self.listener.note(
             f"this network cannot be captured as a CUDA graph and is trained kernel by kernel, which is slower: {why}"
         )
 
     @contextmanager
     def _compiling(self, kind: Hashable, forward: Hashable) -> Iterator[None]:
-        if self.mode == "compile" and self._seen[kind] > 1 and self.net.sizes_known:
+        if self.mode == "compile" and self._seen[kind] > 1 and self.net.observer.sizes_known:
             if forward not in self._compiled:
                 self._compiled[forward] = _compiled(self.net)
-            self.net.compiled = self._compiled[forward]
+            self._backbone = self._compiled[forward]
         try:
             yield
         finally:
-            self.net.compiled = None
+            self._backbone = None
 
     def _replay(self, kind: Hashable, inputs: Inputs) -> Tensor | None:
         captured = self._graphs[kind]
@@ -167,7 +179,7 @@ class Executor:
 
     def _capture(self, kind: Hashable, function: Callable[..., Tensor | None], inputs: Inputs) -> bool:
         static = tuple(None if x is None else x.clone() for x in inputs)
-        counts = self.net.batch_counts()
+        counts = self.net.observer.counts
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
@@ -176,13 +188,13 @@ class Executor:
                 output = function(*static)
         except RuntimeError as error:
             torch.cuda.synchronize(self.device)
-            self.net.set_batch_counts(counts)
+            self.net.observer.counts = counts
             # A broken-off capture leaves the generator believing that it is in one.
             for generator in torch.cuda.default_generators:
                 generator.graphsafe_set_state(generator.clone_state())
             self._give_up(str(error).splitlines()[0])
             return False
-        self._graphs[kind] = _Captured(graph, self.net.remembered(), static, output)
+        self._graphs[kind] = _Captured(graph, self.net.observer.seen, static, output)
         if len(self._graphs) > _KEPT:
             self._graphs.popitem(last=False)
         return True

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from confitune.engine.events import Listener
 from confitune.engine.feed import batches
-from confitune.engine.loss import count_right
 from confitune.engine.readings import Moment
 from confitune.engine.settings import TrainSettings
+from confitune.engine.step import count_right
 from confitune.nn import ContinualNet
-from confitune.ranks import Ranks
 from confitune.tasks import Images, Task
 
 
@@ -56,21 +55,11 @@ def right_answers(net: ContinualNet, task: Task, settings: TrainSettings, images
     net.eval()
     net.prepare(task.name)
     device, images = next(net.parameters()).device, images or task.test
-    here = net.ranks.part(torch.arange(len(images)))
     right = []
-    for pixels, labels in batches(images, settings.eval_batch_size, device, here):
+    for pixels, labels in batches(images, settings.eval_batch_size, device):
         x = task.inputs(pixels)  # in float32, whatever the network runs in
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16(device)):
             logits = net(x)
         right.append(count_right(logits, labels, task.groups))
     net.train(was_training)
-    return torch.cat(right) if not net.ranks.several else _with_others(net.ranks, right, here, len(images), device)
-
-
-def _with_others(ranks: Ranks, right: list[Tensor], here: Tensor, images: int, device: torch.device) -> Tensor:
-    """The answers to all images; this process has tested those at the positions `here`."""
-    answers = torch.zeros(images, dtype=torch.int32, device=device)
-    if right:
-        answers[here[0] : here[-1] + 1] = torch.cat(right).int()
-    ranks.add_up([answers])
-    return answers.bool()
+    return torch.cat(right)

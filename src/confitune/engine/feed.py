@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from confitune.ranks import Ranks
 from confitune.tasks import Images, Task, TaskSequence
 
 Where = Literal["auto", "device", "host"]
@@ -55,23 +54,20 @@ def place_task(task: Task, device: torch.device, where: Where = "auto") -> Task:
 
 
 def batches(
-    images: Images, size: int, device: torch.device, order: Tensor | None = None, ranks: Ranks | None = None
+    images: Images, size: int, device: torch.device, order: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Stored pixels and labels on the device, in batches of `size`, in `order` (default: as stored), the rest included.
 
     Pixels that are elsewhere are gathered and copied while earlier batches are worked on.
-
-    Args:
-        ranks: of every batch only the part of this process.
     """
-    order, ranks = torch.arange(len(images)) if order is None else order, ranks or Ranks()
+    order = torch.arange(len(images)) if order is None else order
     if not len(order):
         return
     if images.pixels.device.type == device.type:
         for positions in to_device(order, device).split(size):
-            yield images.batch(ranks.part(positions))
+            yield images.batch(positions)
     else:
-        yield from _streamed(images, [ranks.part(positions) for positions in order.split(size)], device)
+        yield from _streamed(images, order.split(size), device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

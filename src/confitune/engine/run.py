@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from confitune.engine.capture import Executor
 from confitune.engine.checkpoint import Checkpoint
 from confitune.engine.evaluation import evaluate_all, evaluate_groups
 from confitune.engine.events import EpochEnd, Listener, Listeners
-from confitune.engine.feed import place
 from confitune.engine.result import RunResult, command_line, device_name, summary_of, versions
 from confitune.engine.settings import TrainSettings
 from confitune.engine.training import TaskFit
 from confitune.errors import ConfituneError
-from confitune.methods import Method, hierarchical
+from confitune.methods import Method
 from confitune.nn import ContinualNet, state_sha256
 from confitune.tasks import Task, TaskSequence
 
@@ -32,9 +30,9 @@ class SequenceRun:
     """One method on one sequence of tasks with one seed.
 
     Args:
-        net: a fresh network with the method's kind of batch norm; it is trained in place.
-        folder: where checkpoints go; None keeps none. Where several processes train the network (see `net.ranks`) the
-            first one writes them and all read them, however many they are then.
+        net: a fresh network with the method's parts; it is trained in place.
+        sequence: its pixels where they are to lie, see `place`.
+        folder: where checkpoints go; None keeps none.
         config: what identifies the computation, for `resume` to compare.
         checkpoint_seconds: a checkpoint is written after a task or an epoch when the last one is this old.
         checkpoint_epochs: and within a task only after every so many epochs.
@@ -57,16 +55,12 @@ class SequenceRun:
         command: str | None = None,
     ) -> None:
         self.net, self.method, self.settings = net, method, settings
-        self.ranks = net.ranks
-        self.device = settings.torch_device()
-        self.ranks.require_device(self.device)
-        self.original = sequence = place(sequence, self.device, settings.pixels)
+        self.original = sequence
         self.sequence = sequence.joined() if method.joint else sequence
         self.folder = folder
         self.config = config or {}
         self.checkpoint_seconds, self.checkpoint_epochs = checkpoint_seconds, checkpoint_epochs
         self.weights, self.command = weights, command
-        # CCLL's network has more in it than the pre-trained one that the configuration names.
         self.weights_sha256 = self.config.get("weights_sha256") or state_sha256(net.backbone)
         self.matrix = np.full((len(sequence), len(sequence)), np.nan)
         self.task = 0
@@ -76,6 +70,7 @@ class SequenceRun:
         self._pristine = copy.deepcopy(net.backbone.state_dict()) if method.separate else None
         self._saved_fit: dict[str, Any] | None = None
         self._executor = Executor(net, settings, self.listener)
+        self.device = self._executor.device
         self._checkpointed_at = 0.0
 
     def resume(self) -> bool:
@@ -83,11 +78,10 @@ class SequenceRun:
         checkpoint = Checkpoint.load(self.folder, self.config, self.listener.note) if self.folder else None
         if checkpoint is None:
             return False
-        self.net.to(self.device)
         with self._taking_up():
             self.net.load_state_dict(checkpoint.net)
-            for penalty, state in zip(self.method.penalties, checkpoint.penalties, strict=True):
-                penalty.load_state_dict(state)
+            for hook, state in zip(self.method.hooks, checkpoint.hooks, strict=True):
+                hook.load_state_dict(state)
             matrix = np.array(checkpoint.matrix, dtype=np.float64)
             if matrix.shape != self.matrix.shape or not 0 <= checkpoint.task <= len(self.sequence):
                 raise ValueError(f"it has {checkpoint.task} tasks done and accuracies {list(matrix.shape)}")
@@ -110,8 +104,6 @@ class SequenceRun:
 
     def run(self) -> RunResult:
         """Learn what is left of the sequence."""
-        reached = (self.task, self._saved_fit and self._saved_fit["epoch"])
-        self.ranks.require_same((self.config, self.sequence.name, reached), "run to do")
         self._started = time.perf_counter() - self.seconds
         self._checkpointed_at = self.seconds
         self._say_what_is_odd()
@@ -126,7 +118,7 @@ class SequenceRun:
         if self._pristine is not None and self._saved_fit is None:
             self.net.backbone.load_state_dict(self._pristine)
             self.net.weights_moved()
-        fit = TaskFit(self.net, task, self.method, self.settings, self.listener, index, self._executor)
+        fit = TaskFit(self._executor, task, self.method, index)
         if self._saved_fit is not None:
             with self._taking_up():
                 fit.load_state_dict(self._saved_fit)
@@ -134,7 +126,7 @@ class SequenceRun:
                     raise ValueError(f"{fit.epoch} epochs are done, of {self.settings.epochs}")
             self._saved_fit = None
         self.listener.task_started(index, task.name, fit.epoch)
-        fit.run(after_epoch=lambda: self._after_epoch(fit))
+        fit.fit(after_epoch=lambda: self._after_epoch(fit))
         self._evaluate(index)
         self.task = index + 1
         # Logs first: a run killed in between does the task again, and logs then drop what they have of it.
@@ -149,7 +141,7 @@ class SequenceRun:
 
     def _checkpoint_due(self) -> bool:
         passed = time.perf_counter() - self._started - self._checkpointed_at
-        return self.folder is not None and self.ranks.decided(passed >= self.checkpoint_seconds)
+        return self.folder is not None and passed >= self.checkpoint_seconds
 
     def _column(self, index: int) -> int:
         return len(self.original) - 1 if self.method.joint else index
@@ -168,23 +160,21 @@ class SequenceRun:
     def _checkpoint(self, fit: TaskFit | None) -> None:
         assert self.folder is not None
         self.seconds = self._checkpointed_at = time.perf_counter() - self._started
-        checkpoint = Checkpoint(
+        Checkpoint(
             config=self.config,
             task=self.task,
             net=self.net.state_dict(),
             fit=fit.state_dict() if fit else None,
-            penalties=[penalty.state_dict() for penalty in self.method.penalties],
+            hooks=[hook.state_dict() for hook in self.method.hooks],
             matrix=self.matrix.tolist(),
             seconds=self.seconds,
             train_seconds=self.train_seconds,
             images=self.images,
-        )
-        if self.ranks.first:
-            checkpoint.save(self.folder)
+        ).save(self.folder)
 
     def _say_what_is_odd(self) -> None:
-        stages = self.method.stages(self.settings.epochs, 0)
-        if self.method.schedule is hierarchical and stages[0].name != "head":
+        usual, here = (self.method.stages(epochs, 0)[0].name for epochs in (10, self.settings.epochs))
+        if usual == "head" != here:
             self.listener.note(f"with {self.settings.epochs} epochs no stage is left for the head alone; use 5 or more")
 
     def _result(self) -> RunResult:
@@ -197,8 +187,8 @@ class SequenceRun:
                 "classes": list(task.classes),
                 "train_images": len(task.train),
                 "test_images": len(task.test),
-                "norm_numbers": storage[task.name].norm_numbers + (backbone if self.method.separate else 0),
-                "head_numbers": storage[task.name].head_numbers,
+                "norm_numbers": storage[task.name].beside_head + (backbone if self.method.separate else 0),
+                "head_numbers": storage[task.name].head,
             }
             for task in self.sequence
         ]
@@ -211,7 +201,7 @@ class SequenceRun:
             config=self.config,
             versions=versions(),
             device=device_name(self.device),
-            execution=self.settings.execution(self.device, self.ranks.size),
+            execution=self.settings.execution(self.device),
             weights=self.weights,
             weights_sha256=self.weights_sha256,
             final_sha256=network_sha256(self.net),
@@ -231,16 +221,11 @@ class _Counter(Listener):
 
 
 def network_sha256(net: ContinualNet) -> str:
-    """One hash over the shared weights, every task's row, and the state of pre-training where it is kept."""
+    """One hash over the backbone and every task's row."""
     net.prepare(net.last_task)  # whose state is live must not matter
     digest = hashlib.sha256(state_sha256(net.backbone).encode())
     for name, entry in net.tasks.items():
-        digest.update(json.dumps([name, entry.classes, entry.finished, entry.sizes]).encode())
-        digest.update(_bytes_of(entry.row))
-    for name, part in net.pretrained.state().items() if net.pretrained is not None else ():
-        digest.update(name.encode() + _bytes_of(part))
+        sizes = [list(fact[:2]) if fact[0] else None for fact in entry.facts.values()]
+        digest.update(json.dumps([name, entry.classes, entry.finished, sizes]).encode())
+        digest.update(entry.row.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().numpy().tobytes()

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from confitune.engine.augment import draw_noise
 from confitune.engine.capture import Executor
-from confitune.engine.context import context_of
 from confitune.engine.events import EpochEnd, Listener
 from confitune.engine.feed import batches, place_task, to_device
-from confitune.engine.parameters import TrainedParameters, place_network
 from confitune.engine.readings import EpochReadings
 from confitune.engine.settings import TrainSettings, derived_generator, derived_seed
-from confitune.engine.step import TrainStep
+from confitune.engine.step import TrainStep, draw_noise
 from confitune.errors import ConfituneError
-from confitune.methods import METHODS, Method, Stage
-from confitune.nn import ContinualNet, InfiniteError
+from confitune.methods import Method, Stage, create_method
+from confitune.nn import ContinualNet
 from confitune.tasks import Task
+
+_AT_ONCE = 256  # images whose features are taken
 
 
 def fit(
     net: ContinualNet,
     task: Task,
-    method: Method = METHODS["confit"],
+    method: Method | str = "confit",
     settings: TrainSettings | None = None,
     listener: Listener | None = None,
 ) -> None:
@@ -39,19 +39,20 @@ def fit(
     >>> from confitune.tasks import load_tasks
     >>> backbone = create_backbone("tf_efficientnet_lite0")
     >>> tasks = load_tasks("digits", mean=backbone.mean, std=backbone.std)
-    >>> net = ContinualNet(backbone.module, norm=METHODS["linear-probe"].norm)
-    >>> fit(net, tasks[0], METHODS["linear-probe"], TrainSettings(epochs=1))
+    >>> probe = create_method("linear-probe")
+    >>> net = probe.network(backbone.module)
+    >>> fit(net, tasks[0], probe, TrainSettings(epochs=1))
     >>> net.tasks["task1"].finished
     True
     """
-    settings, listener = settings or TrainSettings(), listener or Listener()
-    executor = Executor(net, settings, listener)
+    method = create_method(method) if isinstance(method, str) else method
+    executor = Executor(net, settings or TrainSettings(), listener)
     with executor.session():
-        TaskFit(net, task, method, settings, listener, executor=executor).run()
+        TaskFit(executor, place_task(task, executor.device, executor.settings.pixels), method).fit()
 
 
 class DivergedError(ConfituneError):
-    """The loss or the weights became infinite."""
+    """The loss, the weights or the statistics became infinite."""
 
 
 def steps_of(task: Task, settings: TrainSettings) -> int:
@@ -70,112 +71,114 @@ class _Epoch:
 
 
 class TaskFit:
-    """One task's training, resumable after every epoch.
+    """One task's training, resumable after every epoch. It is also the `TaskContext` that methods are given.
 
     Args:
+        executor: of the network, within its session; one that served earlier tasks has captured steps already.
+        task: its pixels where they are to lie, see `place`.
         index: of the task, from 0; default: the next one of the network.
-        executor: runs the steps, within its session; one that served earlier tasks has captured them already.
+        hooks: what takes part in steps; default: the method, and those that it is combined with.
     """
 
     def __init__(
         self,
-        net: ContinualNet,
+        executor: Executor,
         task: Task,
         method: Method,
-        settings: TrainSettings,
-        listener: Listener,
         index: int = -1,
-        executor: Executor | None = None,
+        hooks: Sequence[Method] | None = None,
     ) -> None:
-        if method.norm != net.norm:
+        net, settings = executor.net, executor.settings
+        kinds, wanted = net.kinds, [part.kind for part in method.parts()]
+        if kinds != wanted:
             raise ConfituneError(
-                f"method {method.name!r} needs norm={method.norm!r}, the network has {net.norm!r}: "
-                f"ContinualNet(backbone, norm={method.norm!r})"
+                f"method {method.name!r} needs a network with {', '.join(wanted)}, this one has {', '.join(kinds)}: "
+                "make it with method.network(backbone)"
             )
         if len(task.train) < 2:
             raise ConfituneError(f"task {task.name!r} has {len(task.train)} training image; batch norm needs 2 or more")
-        self.net, self.method, self.settings, self.listener = net, method, settings, listener
+        self.executor, self.task, self.method = executor, task, method
+        self.net, self.settings, self.listener, self.device = net, settings, executor.listener, executor.device
         self.index = len(net.tasks) if index < 0 else index
-        self.executor = executor or Executor(net, settings, listener)
-        self.device = self.executor.device
-        self.task = place_task(task, self.device, settings.pixels)
+        self.hooks = method.hooks if hooks is None else tuple(hooks)
+        self.seed = derived_seed(settings.seed, "penalty", self.index)
         self.batch_size = min(settings.batch_size, len(task.train))
-        self.ranks = net.ranks
-        if self.batch_size < self.ranks.size:
-            raise ConfituneError(
-                f"batches of {self.batch_size} images (task {task.name!r}) cannot be shared by {self.ranks.size} "
-                "processes, each needs at least one: use a larger batch size or fewer processes"
-            )
         self.epoch = 0  # epochs done
         if self.batch_size < settings.batch_size:
-            listener.note(
+            self.listener.note(
                 f"task {task.name!r} has {len(task.train)} training images, fewer than the batch size "
                 f"{settings.batch_size}: batches of {self.batch_size}"
             )
-        place_network(net, self.device)
         self.is_new = task.name not in net.tasks
         if self.is_new:
             net.add_task(task.name, task.classes, derived_generator(settings.seed, "head", self.index))
         net.set_task(task.name)
-        held = frozenset(part for penalty in method.penalties for part in penalty.holds(net))
-        self.stages = [stage.without(held) for stage in method.stages(settings.epochs, self.index)]
-        on_gpu = self.device.type == "cuda"
-        self.parameters = TrainedParameters(net, self.stages, settings, self.executor.lr, on_gpu)
-        self.optimizer = self.parameters.optimizer
-        self.step = TrainStep(net, self.task, method.penalties, self.optimizer, settings, self.device)
+        self.stages = method.stages(settings.epochs, self.index)
+        trained = frozenset(name for stage in self.stages for name in stage.trains)
+        self.optimizer = _optimizer(net, trained, method, settings, executor)
+        self.step = TrainStep(net, task, self.hooks, self.optimizer, settings, self.device, executor.features)
         self._under_way: deque[_Epoch] = deque()
 
     @property
     def steps_an_epoch(self) -> int:
+        """Whole batches in the training set."""
         return len(self.task.train) // self.batch_size
 
-    def run(self, after_epoch: Callable[[], None] = lambda: None) -> None:
+    def fit(self, after_epoch: Callable[[], None] = lambda: None) -> None:
         """Train what is left of the task and finish it."""
-        context = context_of(self)
-        for penalty in self.method.penalties:
-            penalty.attach(self.net)
+        for hook in self.hooks:
+            hook.attach(self.net, self.index)
         try:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 if self.epoch == 0:
                     begin = derived_seed(self.settings.seed, "begin", self.index)
                     torch.manual_seed(begin)
                     # A task that is trained on has something to lose.
-                    if self.is_new and any(penalty.settles(context) for penalty in self.method.penalties):
+                    if self.is_new and any(hook.settle(self) for hook in self.hooks):
                         self.epoch = self.settings.epochs
                         return
-                    torch.manual_seed(begin)  # a part that decided against it may have drawn numbers
-                    for penalty in self.method.penalties:
-                        penalty.begin_task(context)
+                    torch.manual_seed(begin)  # a method that decided against it may have drawn numbers
+                    for hook in self.hooks:
+                        hook.begin_task(self)
                 for stage, epoch in self._remaining():
                     torch.manual_seed(derived_seed(self.settings.seed, "before epoch", self.index, epoch))
-                    for penalty in self.method.penalties:
-                        penalty.begin_epoch(context, epoch)
+                    for hook in self.hooks:
+                        hook.begin_epoch(self, epoch)
                     self._train_epoch(stage, epoch)
                     self.epoch = epoch + 1
                     after_epoch()
-                self.parameters.unfreeze()
-                for penalty in self.method.penalties:
-                    penalty.end_task(context)
+                self._freeze_but(None)
+                for hook in self.hooks:
+                    hook.end_task(self)
                 self._finish()
         finally:
-            self.parameters.unfreeze()
+            self._freeze_but(None)
 
     def _finish(self) -> None:
-        """Have the network measure what it needs, in float16 where that is fast and nothing becomes infinite."""
-        fast = self.device.type == "cuda" and self.settings.bf16(self.device)
-        for half in (True, False) if fast else (False,):
-            try:
-                self._finish_in(half)
-                return
-            except InfiniteError:
-                if not half:
-                    raise
+        """Take the statistics that are still to be taken, and store the task.
 
-    def _finish_in(self, half: bool) -> None:
-        torch.manual_seed(derived_seed(self.settings.seed, *self.ranks.own("pass", self.index)))
-        pixels = (pixels for pixels, _ in self._batches(self._order("pass", 0)))
-        # What the last epochs measured is read when the device has all that comes after them.
-        self.net.finish_task(pixels, partial(self._measure, half), self.executor.lanes, launched=self.report)
+        Everything is launched before the device is waited for. On a GPU the pass runs in float16, which is more exact
+        than bfloat16 and, batch norm being cuDNN's then, faster; where it overflows, in bfloat16.
+        """
+        if self.net.observer.statistics == "running":
+            self.net.finish_task()
+            self.report()
+            return
+        fast = self.device.type == "cuda" and self.settings.bf16(self.device)
+        for dtype in (torch.float16, torch.bfloat16) if fast else (torch.bfloat16,):
+            torch.manual_seed(derived_seed(self.settings.seed, "pass", self.index))
+            pixels = (pixels for pixels, _ in self._batches(self._order("pass", 0)))
+            kind = ("measure", dtype, self.task.preprocess)
+            finite = self.net.measure(pixels, partial(self.executor, kind, partial(self.step.measure, dtype)))
+            self.net.finish_task()
+            self.report()
+            if bool(finite):
+                return
+            self.net.reopen(self.task.name)
+        raise DivergedError(
+            f"the statistics of task {self.task.name!r} are not finite: its weights have outgrown what batch norm can "
+            "follow, try a smaller learning rate"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on after the last whole epoch; the network's own state is not in it."""
@@ -187,6 +190,8 @@ class TaskFit:
         # Its options are this machine's: a run may go on where there is no GPU.
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state["optimizer"]})
 
+    # ---- epochs ----------------------------------------------------------------------------------------------------
+
     def _remaining(self) -> Iterator[tuple[Stage, int]]:
         epoch = 0
         for stage in self.stages:
@@ -194,28 +199,35 @@ class TaskFit:
             for _ in range(stage.epochs):
                 if epoch >= self.epoch:
                     if not announced:
-                        self.parameters.freeze_but(stage.trains)
+                        self._freeze_but(stage.trains)
                         self.listener.stage_started(stage.name)
                         announced = True
                     yield stage, epoch
                 epoch += 1
+
+    def _freeze_but(self, trains: frozenset[str] | None) -> None:
+        """Only these groups get gradients (None: all): backward then stops where nothing below is trained."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for name, parameters in self.net.groups().items():
+            for parameter in parameters:
+                parameter.requires_grad_(trains is None or name in trains)
 
     def _train_epoch(self, stage: Stage, epoch: int) -> None:
         settings, steps = self.settings, self.steps_an_epoch
         lr = settings.lr * settings.lr_factor(epoch)
         self.executor.set_lr(lr)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.executor.lr
+            group["lr"] = self.executor.lr_of(group["factor"])
         # Everything random in an epoch comes from its own seeds, so an epoch can be repeated without what came before.
-        torch.manual_seed(derived_seed(settings.seed, *self.ranks.own("epoch", self.index, epoch)))
+        torch.manual_seed(derived_seed(settings.seed, "epoch", self.index, epoch))
         chance = derived_generator(settings.seed, "augment", self.index, epoch)
         noise = draw_noise(settings.augmentation, steps, self.batch_size, chance)
-        noise = None if noise is None else to_device(self.ranks.part(noise, dim=2), self.device)
+        noise = None if noise is None else to_device(noise, self.device)
         readings = EpochReadings(steps, self.device)
         self.net.train()
         for step, (pixels, labels) in enumerate(self._batches(self._order("order", epoch))):
             tracking = self._matters(epoch * steps + step)
-            self.net.track(tracking)
+            self.net.observer.track(tracking)
             outcome = self.executor(
                 self.step.kind(stage.trains, tracking, self.index),
                 self.step.train,
@@ -257,8 +269,10 @@ class TaskFit:
         bad, readings = done.readings.first_bad_step, done.readings
         if bad is None and readings.weights_finite:
             return
+        if self.net.tasks[self.task.name].finished:
+            self.net.reopen(self.task.name)  # its end was launched already
         ruined = "" if readings.weights_finite else ", its weights infinite"
-        pulls = [p.name for p in self.method.penalties if "strength" in p.Options.model_fields]
+        pulls = [type(hook).name for hook in self.hooks if "strength" in hook.Options.model_fields]
         weaker = f", or a smaller strength of {' or '.join(pulls)}" if pulls else ""
         at = "" if bad is None else f" from step {bad + 1} of {self.steps_an_epoch} on"
         raise DivergedError(
@@ -266,39 +280,96 @@ class TaskFit:
             f"{done.stage.name!r}); try a learning rate below {done.lr:g}{weaker}"
         )
 
-    def _measure(self, half: bool, *batches: Tensor) -> None:
-        drift = self.net.drift
-        comparing = drift is not None and drift.active
-        if comparing and drift is not None and not drift.captured:
-            self.step.measure(False, *batches)
-            return
-        kind = ("measure", comparing, half, self.task.preprocess)
-        self.executor(kind, partial(self.step.measure, half), *batches)
-
     def _matters(self, step: int) -> bool:
         """Whether a step weighs anything in the final average of the input statistics."""
-        if self.net.statistics == "pass":
+        if not self.net.observer.tracks:
             return False
         left = self.settings.epochs * self.steps_an_epoch - step
         momentum = self.net.momentum
         return momentum is None or left <= self.settings.tracked_steps(momentum)
 
     def _order(self, purpose: str, epoch: int) -> Tensor:
-        return self.drawn(self.steps_an_epoch * self.batch_size, purpose, epoch)
+        return self._drawn(self.steps_an_epoch * self.batch_size, purpose, epoch)
 
-    def drawn(self, images: int, *purpose: object) -> Tensor:
+    def _drawn(self, images: int, purpose: str, *number: int) -> Tensor:
         """Positions of so many training images, in random order."""
-        generator = derived_generator(self.settings.seed, purpose[0], self.index, *purpose[1:])
+        generator = derived_generator(self.settings.seed, purpose, self.index, *number)
         return torch.randperm(len(self.task.train), generator=generator)[:images]
 
     def _batches(self, order: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        return batches(self.task.train, self.batch_size, self.device, order, self.ranks)
+        return batches(self.task.train, self.batch_size, self.device, order)
 
-    def train_one(self, epoch: int) -> None:
-        """One epoch out of order: nothing is begun or finished."""
+    # ---- what methods may use, see `TaskContext` -------------------------------------------------------------------
+
+    @property
+    def images(self) -> int:
+        """In the training set."""
+        return len(self.task.train)
+
+    @property
+    def labels(self) -> Tensor:
+        """Of the training images, on the device."""
+        return self.task.train.labels.to(self.device)
+
+    def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and labels in a random order of the task's own: files are sorted by class."""
+        order = self._drawn(self.images, "importance")
+        for pixels, labels in batches(self.task.train, size, self.device, order):
+            yield self.task.inputs(pixels), labels
+
+    def train(self, other: ContinualNet, only_epoch: int | None = None) -> None:
+        """Train another network on this task, without what methods add; the whole task, or one epoch of it."""
+        twin = TaskFit(self.executor.of(other), self.task, self.method, self.index, hooks=())
+        if only_epoch is None:
+            twin.fit()
+            return
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            self.epoch = epoch
-            stage, _ = next(self._remaining())
-            self._train_epoch(stage, epoch)
-            self.report()
-            self.parameters.unfreeze()
+            twin.epoch = only_epoch
+            stage, _ = next(twin._remaining())
+            twin._train_epoch(stage, only_epoch)
+            twin.report()
+            twin._freeze_but(None)
+
+    def sample(self, at_most: int) -> Tensor:
+        """Positions of at most so many training images, drawn at random, in whole batches."""
+        return self._drawn(max(min(self.images, at_most) // self.batch_size, 1) * self.batch_size, "sample")
+
+    def features(self, positions: Tensor) -> Tensor:
+        """Of the training images at these positions, in equal parts whatever the settings are."""
+        found = []
+        for part in positions.tensor_split(math.ceil(len(positions) / _AT_ONCE)):
+            for pixels, _ in batches(self.task.train, len(part), self.device, part):
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.bf16(self.device)):
+                    found.append(self.net.features(self.task.inputs(pixels)).float())
+        return torch.cat(found)
+
+    def captured(self, net: ContinualNet, kind: Hashable, function: Callable[..., None], *tensors: Tensor) -> None:
+        """Run it, on a GPU as a captured graph."""
+        executor = self.executor if net is self.net else self.executor.of(net)
+        executor(kind, function, *tensors, trains=False)
+
+    def note(self, message: str) -> None:
+        """Tell a person."""
+        self.listener.note(f"task {self.task.name!r}: {message}")
+
+
+def _optimizer(
+    net: ContinualNet, trained: frozenset[str], method: Method, settings: TrainSettings, executor: Executor
+) -> torch.optim.Optimizer:
+    """Of the groups that are ever trained in the task; those with one learning rate together."""
+    by_factor: dict[float, list[nn.Parameter]] = {}
+    for name, parameters in net.groups().items():
+        if name in trained and parameters:
+            by_factor.setdefault(method.lr_factors.get(name, 1.0), []).extend(parameters)
+    groups = [{"params": p, "lr": executor.lr_of(factor), "factor": factor} for factor, p in by_factor.items()]
+    options: dict[str, Any] = {"fused": True} if executor.device.type == "cuda" else {}
+    if settings.optimizer == "sgd":
+        sgd = torch.optim.SGD(groups, settings.lr, settings.momentum, weight_decay=settings.weight_decay, **options)
+        if settings.momentum:  # all at once, though stages train some later: fused kernels take all or none
+            for parameter in (p for parameters in by_factor.values() for p in parameters):
+                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return sgd
+    if executor.device.type == "cuda":
+        options["capturable"] = True
+    adam = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return adam(groups, settings.lr, weight_decay=settings.weight_decay, **options)

@@ -8,19 +8,19 @@ that a network free of any penalty finds for the task at hand, by its Fisher inf
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, Literal
 
 import torch
 from pydantic import Field
 
 from confitune.methods.importance import FisherEstimator, Mode, fisher
-from confitune.methods.penalty import PartOptions, TaskContext, shared_values
-from confitune.methods.quadratic import QuadraticPenalty, copy_into
+from confitune.methods.method import Method, Options, TaskContext, Tensors
+from confitune.methods.pull import copy_into, pull, shared_values
 from confitune.nn import ContinualNet
 
 
-class AfecOptions(PartOptions):
+class AfecOptions(Options):
     """Choices of AFEC."""
 
     strength: float = Field(10.0, ge=0, description="lambda_e")
@@ -33,33 +33,32 @@ class AfecOptions(PartOptions):
     mode: Mode = Field("eval", description="as in EWC")
 
 
-class AFEC(QuadraticPenalty):
+class AFEC(Method):
     """From the second task on."""
 
     name = "afec"
     summary = "plug-in: pull towards what the task alone would learn"
+    cost = "a copy learns the task first, one more pass, then the pull in a step"
     reference = "Wang et al., NeurIPS 2021"
     Options = AfecOptions
-    kept = ()
     running = ("anchor", "weight")
+    anchor: Tensors
+    weight: Tensors
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._free: ContinualNet | None = None
         self._saved: dict[str, Any] | None = None  # of the copy that is never reset
 
-    def attach(self, net: ContinualNet) -> None:
-        super().attach(net)
+    def attach(self, net: ContinualNet, index: int) -> None:
+        super().attach(net, index)
         if self._saved is not None:
             self._free = copy.deepcopy(net)
             self._free.load_state_dict(self._saved)
             self._saved = None
 
     def begin_task(self, context: TaskContext) -> None:
-        self.anchored = False
-        if not context.index or not self.options.strength:
-            return
-        if self.options.form == "first":
+        if context.index and self.options.strength and self.options.form == "first":
             if self._free is None:
                 self._free = copy.deepcopy(context.net)
             else:  # in place: steps that were captured for it serve again
@@ -81,7 +80,13 @@ class AFEC(QuadraticPenalty):
         with torch.enable_grad():
             fisher(context, self.options.fisher, self.options.mode, self.weight, free)
         copy_into(self.anchor, shared_values(free))
-        self.anchored = True
+
+    def add_gradients(self, net: ContinualNet) -> None:
+        if self.index and self.options.strength:
+            pull(net, self.anchor, self.weight, self.options.strength)
+
+    def captured_kind(self, index: int) -> Hashable:
+        return index > 0
 
     def state_dict(self) -> dict[str, Any]:
         free = self._saved

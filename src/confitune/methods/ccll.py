@@ -6,16 +6,17 @@ and by channel (sec. 3.3), a batch norm and a head. Nothing is shared, so nothin
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Literal
 
 from pydantic import Field
 
-from confitune.methods.method import Method
-from confitune.methods.penalty import PartOptions, checked_options
-from confitune.methods.schedule import Stage
+from confitune.methods.method import Method, Options
+from confitune.methods.stages import Stage
+from confitune.nn import Calibrations, Head, Norms, Part
 
 
-class CcllOptions(PartOptions):
+class CcllOptions(Options):
     """Choices of CCLL."""
 
     start: Literal["random", "identity"] = Field(
@@ -26,29 +27,21 @@ class CcllOptions(PartOptions):
     )
 
 
-def calibrations(epochs: int) -> tuple[Stage, ...]:
-    """Calibrations, batch norms and head."""
-    return (Stage("calibrate", epochs, frozenset({"head", "norm", "calibration"})),)
+class CCLL(Method):
+    """Every task starts from the pre-trained batch norms."""
 
+    name = "ccll"
+    summary = "frozen backbone, small calibrating convolutions per task; forgets nothing"
+    cost = "two small convolutions after each; 150 epochs a task in its paper"
+    reference = "Singh et al., NeurIPS 2020"
+    settings = MappingProxyType({"epochs": 150, "lr_schedule": "step"})  # lr times 0.1 at 50, 100 and 125 of 150 epochs
+    Options = CcllOptions
 
-def with_backbone(epochs: int) -> tuple[Stage, ...]:
-    """The same along with the backbone."""
-    return (Stage("all", epochs, frozenset({"head", "norm", "calibration", "conv"})),)
+    def parts(self) -> list[Part]:
+        return [Norms(start="pretrained"), Calibrations(self.options.start), Head()]
 
-
-def ccll(**options: Any) -> Method:
-    """CCLL with these options."""
-    chosen = checked_options(CcllOptions, "ccll", options)
-    return Method(
-        "ccll",
-        calibrations,
-        "calibrated",
-        "frozen backbone, small calibrating convolutions per task; forgets nothing",
-        first_schedule=with_backbone if chosen.base == "first-task" else None,
-        net_options={"start": chosen.start},
-        settings={"epochs": 150, "lr_schedule": "step"},  # lr times 0.1 at 50, 100 and 125 of 150 epochs
-        configure=ccll,
-        options=CcllOptions,
-        chosen=chosen.model_dump(),
-        reference="Singh et al., NeurIPS 2020",
-    )
+    def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
+        calibrate = Stage("calibrate", epochs, frozenset({"head", "norms", "calibrations"}))
+        if index == 0 and self.options.base == "first-task":
+            return (Stage("all", epochs, calibrate.trains | {"weights"}),)
+        return (calibrate,)

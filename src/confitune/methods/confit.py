@@ -5,19 +5,66 @@ Hierarchical fine-tuning (sec. 3.3) keeps convolutions from moving much; Xconv B
 task, the means that the moved convolutions now produce.
 """
 
-from confitune.methods.method import Method
-from confitune.methods.schedule import hierarchical, plain
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from confitune.methods.method import Method, Options
+from confitune.methods.stages import Stage, hierarchical
+from confitune.nn import Head, Part, XconvNorms
 
 _PAPER = "Jie et al., CVPR Workshops 2022"
 
-CONFIT = Method("confit", hierarchical, "xconv", "ConFiT: hierarchical fine-tuning with Xconv BN", reference=_PAPER)
-HIERARCHICAL = Method(
-    "hierarchical",
-    hierarchical,
-    "shared",
-    "the first half alone: hierarchical fine-tuning, shared BN",
-    reference=_PAPER,
-)
-FINETUNE_XCONV = Method(
-    "finetune-xconv", plain, "xconv", "the second half alone: plain fine-tuning with Xconv BN", reference=_PAPER
-)
+
+class XconvOptions(Options):
+    """Choices of Xconv BN."""
+
+    means: Literal["window", "phase"] = Field(
+        "window", description="of what a convolution reads: exact ones, or the paper's (phase), which are fewer"
+    )
+    statistics: Literal["running", "pass"] = Field(
+        "running", description="when they are taken: while training (paper), or in a pass with the final weights"
+    )
+
+
+class ConFiT(Method):
+    """Both halves."""
+
+    name = "confit"
+    summary = "ConFiT: hierarchical fine-tuning with Xconv BN"
+    cost = "input means in a task's last steps, recovery before a test; convolutions rest in the first half"
+    reference = _PAPER
+    Options = XconvOptions
+
+    def parts(self) -> list[Part]:
+        return [XconvNorms(self.options.means, self.options.statistics), Head()]
+
+    def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
+        return hierarchical(epochs)
+
+
+class Hierarchical(Method):
+    """The first half."""
+
+    name = "hierarchical"
+    summary = "the first half alone: hierarchical fine-tuning, shared BN"
+    cost = "nothing; convolutions rest in the first half of the epochs"
+    reference = _PAPER
+
+    def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
+        return hierarchical(epochs)
+
+
+class FinetuneXconv(Method):
+    """The second half."""
+
+    name = "finetune-xconv"
+    summary = "the second half alone: plain fine-tuning with Xconv BN"
+    cost = "input means in a task's last steps, recovery before a test"
+    reference = _PAPER
+    Options = XconvOptions
+
+    def parts(self) -> list[Part]:
+        return [XconvNorms(self.options.means, self.options.statistics), Head()]

@@ -12,28 +12,28 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from confitune.methods.penalty import PartOptions, Penalty
+from confitune.methods.method import Method, Options, Step
 
 
-class CprOptions(PartOptions):
+class CprOptions(Options):
     """Choices of CPR."""
 
     beta: float = Field(0.05, ge=0, description="of the entropy")
 
 
-class CPR(Penalty):
+class CPR(Method):
     """In every task, the first included."""
 
     name = "cpr"
     summary = "plug-in: outputs of high entropy"
+    cost = "the outputs' entropy in a step"
     reference = "Cha et al., ICLR 2021"
     Options = CprOptions
 
-    def output_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, step: Step) -> Tensor:
         """-beta * mean entropy of the softmax."""
-        log_p = log_softmax(logits.float(), 1)
+        log_p = log_softmax(step.logits.float(), 1)
         return float(self.options.beta) * (log_p.exp() * log_p).sum(1).mean()
 
     def captured_kind(self, index: int) -> Hashable:
-        """The same in all tasks."""
         return None

@@ -6,15 +6,18 @@ information after the earlier tasks.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from pydantic import Field
 
 from confitune.methods.importance import FisherEstimator, Mode, fisher
-from confitune.methods.penalty import PartOptions, TaskContext
-from confitune.methods.quadratic import QuadraticPenalty, Tensors
+from confitune.methods.method import Method, Options, TaskContext, Tensors
+from confitune.methods.pull import copy_into, pull, shared_values
+from confitune.nn import ContinualNet
 
 
-class EwcOptions(PartOptions):
+class EwcOptions(Options):
     """Choices of EWC."""
 
     strength: float = Field(300.0, ge=0, description="lambda")
@@ -28,22 +31,33 @@ class EwcOptions(PartOptions):
     )
 
 
-class EWC(QuadraticPenalty):
+class EWC(Method):
     """The Fisher of all tasks so far, averaged: (F_new + t * F_old) / (t + 1), t counted from 0 (CPR code)."""
 
     name = "ewc"
     summary = "pull by the Fisher information"
+    cost = "the pull in a step, one more pass at a task's end"
     reference = "Kirkpatrick et al., PNAS 2017"
     Options = EwcOptions
+    kept = ("anchor", "fisher")
     scratch = ("new",)
+    anchor: Tensors
+    fisher: Tensors
     new: Tensors
+
+    def add_gradients(self, net: ContinualNet) -> None:
+        if self.index:
+            pull(net, self.anchor, self.fisher, self.options.strength)
+
+    def captured_kind(self, index: int) -> Hashable:
+        return index > 0
 
     @torch.no_grad()
     def end_task(self, context: TaskContext) -> None:
         with torch.enable_grad():
             fisher(context, self.options.fisher, self.options.mode, self.new)
-        weights, t = list(self.weight.values()), context.index
-        torch._foreach_mul_(weights, t)
-        torch._foreach_add_(weights, [self.new[name] for name in self.weight])
-        torch._foreach_div_(weights, t + 1)
-        self.anchor_here(context)
+        kept, t = list(self.fisher.values()), context.index
+        torch._foreach_mul_(kept, t)
+        torch._foreach_add_(kept, [self.new[name] for name in self.fisher])
+        torch._foreach_div_(kept, t + 1)
+        copy_into(self.anchor, shared_values(context.net))

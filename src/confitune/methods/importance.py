@@ -1,9 +1,7 @@
 """How much a network's output depends on each shared weight, measured on a task's training data.
 
-Nothing of the network changes: batch norm is in evaluation mode, or its statistics are put back afterwards.
-
-Processes that train a network together measure whole batches in turn, because importances are no sums over images (a
-batch's gradient is squared), and add up once at the end.
+Nothing of the network changes: batch norm is in evaluation mode, or its statistics are put back afterwards. Images come
+in a random order: a batch of one class alone has a larger gradient than one of all.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy, log_softmax
 
 from confitune.errors import ConfituneError
-from confitune.methods.penalty import TaskContext, shared_parameters, shared_values
-from confitune.methods.quadratic import Tensors
+from confitune.methods.method import TaskContext, Tensors
+from confitune.methods.pull import shared_values
 from confitune.nn import ContinualNet
-from confitune.ranks import Ranks
 
 BATCH = 20  # of the CPR code, on which the paper built; its strengths have a meaning only with it
 
@@ -58,29 +55,12 @@ def fisher(
     def nll(logits: Tensor, label: Tensor) -> Tensor:
         return cross_entropy(logits.float(), label)
 
-    drawn = _DrawnLabels(context.seed, net.ranks) if estimator == "sampled" else None
-    return _per_sample(context, net, nll, Tensor.square, drawn, into)
+    chance = torch.Generator().manual_seed(context.seed)
 
+    def drawn(logits: Tensor) -> Tensor:
+        return torch.multinomial(logits.float().softmax(1).cpu(), 1, generator=chance)[:, 0].to(logits.device)
 
-class _DrawnLabels:
-    """Labels drawn from a network's predictions.
-
-    A process draws for the batches of the others, too, and throws that away: so each batch gets what it gets where one
-    process measures them all.
-    """
-
-    def __init__(self, seed: int, ranks: Ranks) -> None:
-        self._chance = torch.Generator().manual_seed(seed)
-        self._others_before, self._ranks = ranks.rank, ranks
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        for _ in range(self._others_before):
-            self._draw(torch.full((BATCH, logits.shape[1]), 1.0))  # only the very last batch is smaller
-        self._others_before = self._ranks.size - 1
-        return self._draw(logits.float().softmax(1).cpu()).to(logits.device)
-
-    def _draw(self, probabilities: Tensor) -> Tensor:
-        return torch.multinomial(probabilities, 1, generator=self._chance)[:, 0]
+    return _per_sample(context, net, nll, Tensor.square, drawn if estimator == "sampled" else None, into)
 
 
 def output_sensitivity(context: TaskContext, squared: bool, per_sample: bool, mode: Mode, into: Tensors) -> None:
@@ -107,7 +87,7 @@ def _over_batches(
     into: Tensors,
 ) -> None:
     total = list(into.values())
-    found = shared_parameters(net)
+    found = net.shared_parameters()
     parameters = [found[name] for name in into]
 
     def add(x: Tensor, labels: Tensor) -> None:
@@ -119,8 +99,8 @@ def _over_batches(
     with _measured(net, mode):
         for x, labels in context.batches(BATCH):
             if mode == "eval" or len(x) > 1:  # one image alone has no batch moments
-                context.run(net, ("importance", mode, id(into), len(net.head.bias)), add, x, labels)
-    _average(context, net, into)
+                context.captured(net, ("importance", mode, id(into), len(net.head.linear.bias)), add, x, labels)
+    torch._foreach_div_(total, context.images)
 
 
 def _per_sample(
@@ -140,7 +120,7 @@ def _per_sample(
             targets = labels if relabel is None else relabel(net(x))
             for name, gradients in gradients_of(parameters, x, targets).items():
                 into[name] += of_gradient(gradients).sum(0)
-    _average(context, net, into)
+    torch._foreach_div_(list(into.values()), context.images)
 
 
 def _exact(context: TaskContext, net: ContinualNet, into: Tensors) -> None:
@@ -157,15 +137,7 @@ def _exact(context: TaskContext, net: ContinualNet, into: Tensors) -> None:
                 for name, gradients in score(parameters, x, label).items():
                     weights = probabilities[:, c].view(-1, *(1,) * (gradients.dim() - 1))
                     into[name] += (weights * gradients.square()).sum(0)
-    _average(context, net, into)
-
-
-def _average(context: TaskContext, net: ContinualNet, into: Tensors) -> None:
-    """From sums over the batches of this process to the mean over all images."""
-    total = list(into.values())
-    if net.ranks.several:
-        net.ranks.add_up(total)
-    torch._foreach_div_(total, context.images)
+    torch._foreach_div_(list(into.values()), context.images)
 
 
 def _logits(net: ContinualNet, weights: Tensors, x: Tensor) -> Tensor:
@@ -179,7 +151,7 @@ def _measured(net: ContinualNet, mode: Mode) -> Iterator[None]:
     was_training = net.training
     net.train(mode == "train")
     try:
-        with net.untracked() if mode == "train" else nullcontext():
+        with net.observer.untracked() if mode == "train" else nullcontext():
             yield
     finally:
         net.train(was_training)

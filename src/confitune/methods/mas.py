@@ -6,17 +6,19 @@ Eq. 4: L(theta) = L_n(theta) + lambda / 2 * sum of Omega_ij (theta_ij - theta*_i
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Literal
 
 import torch
 from pydantic import Field
 
 from confitune.methods.importance import Mode, output_sensitivity
-from confitune.methods.penalty import PartOptions, TaskContext
-from confitune.methods.quadratic import QuadraticPenalty, Tensors
+from confitune.methods.method import Method, Options, TaskContext, Tensors
+from confitune.methods.pull import copy_into, pull, shared_values
+from confitune.nn import ContinualNet
 
 
-class MasOptions(PartOptions):
+class MasOptions(Options):
     """Choices of MAS."""
 
     strength: float = Field(30.0, ge=0, description="lambda")
@@ -31,15 +33,26 @@ class MasOptions(PartOptions):
     )
 
 
-class MAS(QuadraticPenalty):
+class MAS(Method):
     """The sensitivity of the current head's logits, summed over tasks."""
 
     name = "mas"
     summary = "pull by the outputs' sensitivity"
+    cost = "the pull in a step, one more pass at a task's end"
     reference = "Aljundi et al., ECCV 2018"
     Options = MasOptions
+    kept = ("anchor", "omega")
     scratch = ("new",)
+    anchor: Tensors
+    omega: Tensors
     new: Tensors
+
+    def add_gradients(self, net: ContinualNet) -> None:
+        if self.index:
+            pull(net, self.anchor, self.omega, self.options.strength)
+
+    def captured_kind(self, index: int) -> Hashable:
+        return index > 0
 
     @torch.no_grad()
     def end_task(self, context: TaskContext) -> None:
@@ -47,5 +60,5 @@ class MAS(QuadraticPenalty):
         with torch.enable_grad():
             squared, per_sample = chosen.output == "squared", chosen.gradients == "sample"
             output_sensitivity(context, squared, per_sample, chosen.mode, self.new)
-        torch._foreach_add_(list(self.weight.values()), [self.new[name] for name in self.weight])
-        self.anchor_here(context)
+        torch._foreach_add_(list(self.omega.values()), [self.new[name] for name in self.omega])
+        copy_into(self.anchor, shared_values(context.net))

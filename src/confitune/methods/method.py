@@ -1,113 +1,220 @@
-"""A method is a composition: a schedule, a kind of batch norm, and any number of penalties."""
+"""What a method is: one class, in one file, that says what a task owns, when what is trained, and what is added to it.
+
+`Method` itself is plain fine-tuning: one head a task, everything trained from the first epoch on. A method overrides
+what it does differently. It is known by its name as soon as its file is imported; a file of your own works the same:
+`confitune run --method my_method.py:MyMethod`.
+"""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
 
-from pydantic import BaseModel
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
-from confitune.methods.penalty import Penalty
-from confitune.methods.schedule import Schedule, Stage
-from confitune.nn import Norm
+from confitune.methods.stages import Stage, everything
+from confitune.nn import ContinualNet, Head, Part
+
+Tensors = dict[str, Tensor]  # by the name of a shared parameter
+
+METHODS: dict[str, type[Method]] = {}  # every method that was imported, by name
+
+
+class Options(BaseModel):
+    """Base of a method's options: every choice that its paper or a code base made, with a default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 @dataclass(frozen=True)
-class Method:
-    """How tasks are learned.
+class Step:
+    """One training batch on its way through the network, before the backward pass."""
 
-    Attributes:
-        separate: every task gets a fresh copy of the pre-trained network (single-task learning).
-        joint: all tasks are learned at once (the upper bound).
-        first_schedule: of the first task, where it differs.
-        penalties: that it consists of; further ones are added by name.
-        net_options: its own part of `network`.
-        settings: what its paper trains with, where a run does not say otherwise: fields of `TrainSettings`.
-        configure: makes the method with options of its own, for those that have any.
-        options: what `configure` takes.
-        chosen: the options it was made with.
-        reference: the paper.
-    """
+    inputs: Tensor
+    features: Tensor
+    logits: Tensor
+    labels: Tensor
+    net: ContinualNet
 
-    name: str
-    schedule: Schedule
-    norm: Norm
-    summary: str
-    penalties: tuple[Penalty, ...] = ()
-    separate: bool = False
-    joint: bool = False
-    first_schedule: Schedule | None = None
-    net_options: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    configure: Callable[..., Method] | None = None
-    options: type[BaseModel] | None = None
-    chosen: Mapping[str, Any] = field(default_factory=dict)
-    reference: str = ""
 
-    def __post_init__(self) -> None:
-        if self.penalties and (self.separate or self.joint):
-            raise ConfituneError(f"{self.name}: a penalty on earlier tasks makes no sense where there are none")
-        if self.penalties and self.norm in ("frozen", "calibrated"):
-            raise ConfituneError(f"{self.name}: a penalty has nothing to hold where the backbone never moves")
-        needing = [part.name for part in self.penalties if part.network and self.norm != "xconv"]
-        if needing:
-            raise ConfituneError(f"{self.name}: {needing[0]} is for networks with Xconv BN: confit+{needing[0]}")
+class TaskContext(Protocol):
+    """What a method may use of the task that is being learned."""
+
+    net: ContinualNet
+    index: int  # of the task, from 0
+    seed: int  # for what a method draws in this task
 
     @property
-    def network(self) -> dict[str, Any]:
-        """Further arguments of `ContinualNet`, where a run does not say otherwise: its own and those of its parts."""
-        return {name: value for part in self.penalties for name, value in part.network.items()} | dict(self.net_options)
+    def images(self) -> int:
+        """In its training set."""
+
+    @property
+    def labels(self) -> Tensor:
+        """Of its training images, on the network's device."""
+
+    def batches(self, size: int) -> Iterable[tuple[Tensor, Tensor]]:
+        """Inputs and labels of the training images in a random order, which is the same each time."""
+
+    def train(self, other: ContinualNet, only_epoch: int | None = None) -> None:
+        """Train another network on this task, without what the method adds; the whole task, or one epoch of it."""
+
+    def sample(self, at_most: int) -> Tensor:
+        """Positions of at most so many training images, drawn at random, in whole batches."""
+
+    def features(self, positions: Tensor) -> Tensor:
+        """[N, F], of the training images at these positions, by the network as it is."""
+
+    def captured(self, net: ContinualNet, kind: Hashable, function: Callable[..., None], *tensors: Tensor) -> None:
+        """Run function(*tensors), on a GPU as a captured graph; functions of one kind do the same."""
+
+    def note(self, message: str) -> None:
+        """Tell a person."""
+
+
+class Method:
+    """Fine-tuning, and the base of all methods.
+
+    The order in one step: forward, `loss`, backward, `read_gradients`, `add_gradients`, the optimizer's step,
+    `after_step`. On a GPU these run inside a captured graph, so they work on tensors only: they wait for nothing (no
+    `.item()`, no `if` on a value), and what they keep from step to step is changed in place.
+
+    Attributes:
+        name: as given to `--method`.
+        summary: what it does, in one line.
+        cost: what runs in addition to plain fine-tuning.
+        reference: its paper.
+        separate: every task gets a fresh copy of the pre-trained network.
+        joint: all tasks are learned at once.
+        settings: what its paper trains with, where a run does not say otherwise: fields of `TrainSettings`.
+        lr_factors: of groups of parameters whose learning rate is not the run's.
+        kept: names of `Tensors` attributes that are kept between tasks; they are allocated once, as zeros.
+        running: likewise, within a task.
+        scratch: likewise, for a moment.
+    """
+
+    name: str = ""
+    summary: ClassVar[str] = ""
+    cost: ClassVar[str] = "nothing"
+    reference: ClassVar[str] = ""
+    separate: ClassVar[bool] = False
+    joint: ClassVar[bool] = False
+    settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    lr_factors: ClassVar[Mapping[str, float]] = MappingProxyType({})
+    kept: ClassVar[tuple[str, ...]] = ()
+    running: ClassVar[tuple[str, ...]] = ()
+    scratch: ClassVar[tuple[str, ...]] = ()
+    Options: ClassVar[type[BaseModel]] = Options
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.name:
+            METHODS[cls.name] = cls
+
+    def __init__(self, **options: Any) -> None:
+        self.options: Any = _checked(self.Options, self.name, options)
+        self.added: tuple[Method, ...] = ()  # methods that it is combined with, see `create_method`
+        for name in (*self.kept, *self.running, *self.scratch):
+            setattr(self, name, {})
+
+    # ---- what is learned, and when ---------------------------------------------------------------------------------
+
+    def parts(self) -> list[Part]:
+        """What a task owns."""
+        return [Head()]
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
-        """Of the task with this index (from 0)."""
-        schedule = self.first_schedule if index == 0 and self.first_schedule is not None else self.schedule
-        return schedule(epochs)
+        """What is trained when, of the task with this index (from 0)."""
+        return everything(epochs)
+
+    @classmethod
+    def is_base(cls) -> bool:
+        """Whether it says itself what tasks own and when it is trained; others can be combined with such a one."""
+        own = cls.parts is not Method.parts or cls.stages is not Method.stages
+        return own or cls.separate or cls.joint or cls is METHODS.get("finetune")
+
+    @property
+    def hooks(self) -> tuple[Method, ...]:
+        """All that take part in a step: the method itself, and those that it is combined with."""
+        return (self, *self.added)
+
+    def network(self, backbone: nn.Module, **arguments: Any) -> ContinualNet:
+        """The network that this method trains, made of a backbone; arguments are those of `ContinualNet`."""
+        return ContinualNet(backbone, self.parts(), **arguments)
+
+    # ---- what is added, step by step -------------------------------------------------------------------------------
+
+    def attach(self, net: ContinualNet, index: int) -> None:
+        """The network is where the task with this index will be trained; called before anything else of the task."""
+        self.index = index
+        for field in (*self.kept, *self.running, *self.scratch):
+            tensors: Tensors = getattr(self, field)
+            for name, parameter in net.shared_parameters().items():
+                if name in tensors:
+                    tensors[name] = tensors[name].to(parameter.device)
+                else:
+                    tensors[name] = torch.zeros_like(parameter)  # of the parameter's memory format
+
+    def settle(self, context: TaskContext) -> bool:
+        """Finish a new task without training it, and say so; asked before anything is trained."""
+        return False
+
+    def begin_task(self, context: TaskContext) -> None:
+        """Before the first step of a task."""
+
+    def begin_epoch(self, context: TaskContext, epoch: int) -> None:
+        """Before the first step of an epoch (from 0)."""
+
+    def loss(self, step: Step) -> Tensor | None:
+        """A term that is added to the cross-entropy."""
+        return None
+
+    def read_gradients(self, net: ContinualNet) -> None:
+        """Gradients of the loss are there, nothing has been added to them yet."""
+
+    def add_gradients(self, net: ContinualNet) -> None:
+        """Add a term's gradient in closed form: cheaper than sending it through autograd."""
+
+    def after_step(self, net: ContinualNet) -> None:
+        """Parameters have moved."""
+
+    def end_task(self, context: TaskContext) -> None:
+        """After the last step of a task, before it is finished."""
+
+    def captured_kind(self, index: int) -> Hashable:
+        """What a captured step depends on besides the values of tensors; a new kind is captured anew.
+
+        By default every task (`index`, from 0) is captured for itself where the method takes part in steps. One whose
+        tensors stay where they are gives what its steps depend on, and one capture serves many tasks.
+        """
+        hooks = ("loss", "read_gradients", "add_gradients", "after_step")
+        return index if any(getattr(type(self), hook) is not getattr(Method, hook) for hook in hooks) else None
+
+    # ---- what is kept ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is kept between steps and tasks (tensors, numbers, text, lists and dicts of them)."""
+        return {name: dict(getattr(self, name)) for name in (*self.kept, *self.running)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave."""
+        for name in (*self.kept, *self.running):
+            setattr(self, name, dict(state[name]))
+
+    def storage(self) -> int:
+        """How many numbers are kept between tasks."""
+        return sum(tensor.numel() for name in self.kept for tensor in getattr(self, name).values())
 
 
-Makers = Mapping[str, Callable[..., Penalty]]
-MethodOptions = Mapping[str, Mapping[str, Any]]  # by the name of the part: {"ewc": {"strength": 1e4}}
-
-
-def compose(
-    name: str, bases: Mapping[str, Method], penalties: Makers, default: str, options: MethodOptions | None = None
-) -> Method:
-    """The method that a name such as 'confit' or 'mas+confit' stands for.
-
-    Parts are joined by '+': at most one base method (default: `default`, or 'confit' for a part that needs Xconv BN)
-    and penalties. The paper's names 'mas-cpr' and 'mas-afec' stand for 'mas+cpr' and 'mas+afec'.
-    """
-    options = options or {}
-    parts = [part for joined in name.split("+") for part in _PAPER_NAMES.get(joined, joined).split("+")]
-    unknown = [part for part in parts if part not in bases and part not in penalties]
-    if unknown:
-        known = [*bases, *penalties]
-        near = difflib.get_close_matches(unknown[0].lower(), known, 1, 0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfituneError(f"no method {unknown[0]!r}: {hint}There are {', '.join(known)}.")
-    if len(set(parts)) != len(parts):
-        raise ConfituneError(f"{name!r} names a part twice")
-    found = [_configured(bases[part], options.get(part)) for part in parts if part in bases]
-    added = [penalties[part](**options.get(part, {})) for part in parts if part not in bases]
-    if len(found) > 1:
-        raise ConfituneError(f"{name!r} names {len(found)} base methods ({', '.join(m.name for m in found)}); give one")
-    base = found[0] if found else bases["confit" if any(part.network for part in added) else default]
-    # Anew, too: a part may keep something of the network that it serves.
-    own = [type(part)(**{**part.options.model_dump(), **options.get(part.name, {})}) for part in base.penalties]
-    twice = {part.name for part in own} & {part.name for part in added}
-    if twice:
-        raise ConfituneError(f"{name!r}: {base.name} has {', '.join(sorted(twice))} already")
-    return replace(base, name=name, penalties=(*own, *added))
-
-
-_PAPER_NAMES = {"mas-cpr": "mas+cpr", "mas-afec": "mas+afec"}
-
-
-def _configured(base: Method, options: Mapping[str, Any] | None) -> Method:
-    if not options:
-        return base
-    if base.configure is None:
-        raise ConfituneError(f"{base.name} has no options, got {', '.join(options)}")
-    return base.configure(**options)
+def _checked(kind: type[BaseModel], name: str, options: Mapping[str, Any]) -> Any:
+    """The options of a method, or an error that says which are wrong and which there are."""
+    try:
+        return kind(**options)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        known = ", ".join(kind.model_fields) or "none"
+        raise ConfituneError(f"options of {name}: {problems} (there are: {known})") from error

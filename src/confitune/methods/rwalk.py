@@ -6,17 +6,17 @@ the loss's fall a weight brought about per distance in the space of distribution
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
-from confitune.methods.penalty import PartOptions, TaskContext
-from confitune.methods.quadratic import PathPenalty, Tensors, copy_into
+from confitune.methods.method import Method, Options, TaskContext, Tensors
+from confitune.methods.pull import copy_into, keep_gradients, moved, of, pull, shared_values
+from confitune.nn import ContinualNet
 
 
-class RwalkOptions(PartOptions):
+class RwalkOptions(Options):
     """Choices of RWalk."""
 
     strength: float = Field(10.0, ge=0, description="lambda")
@@ -26,37 +26,55 @@ class RwalkOptions(PartOptions):
     damping: float = Field(0.01, gt=0, description="epsilon in the score")
 
 
-class RWalk(PathPenalty):
+class RWalk(Method):
     """Within a task the pull uses F and s as they were at the end of the last one."""
 
     name = "rwalk"
     summary = "pull by a running Fisher and a path score"
+    cost = "the pull, a Fisher and each weight's path in a step"
     reference = "Chaudhry et al., ECCV 2018"
     Options = RwalkOptions
     kept = ("anchor", "weight", "fisher", "score")
+    running = ("previous", "gradient")
+    anchor: Tensors
+    weight: Tensors
     fisher: Tensors
     score: Tensors
+    previous: Tensors
+    gradient: Tensors
 
-    @property
-    def slope(self) -> float:
-        """lambda * (F + s)(theta - theta*)^2 has no half in front."""
-        return 2 * float(self.options.strength)
+    def begin_task(self, context: TaskContext) -> None:
+        copy_into(self.previous, shared_values(context.net))
 
-    def take_in(self, names: list[str], moved: Iterable[Tensor], gradients: list[Tensor]) -> None:
+    def read_gradients(self, net: ContinualNet) -> None:
+        keep_gradients(net, self.gradient)
+
+    def add_gradients(self, net: ContinualNet) -> None:
+        if self.index:
+            pull(net, self.anchor, self.weight, 2 * self.options.strength)  # lambda * (F + s)(...)^2 has no half
+
+    @torch.no_grad()
+    def after_step(self, net: ContinualNet) -> None:
         """Eq. 7 and 8, one step."""
-        share, epsilon, moved = self.options.new_share, self.options.damping, list(moved)
-        fisher = [self.fisher[name] for name in names]
+        steps = moved(net, self.previous)
+        if not steps:
+            return
+        share, change = self.options.new_share, list(steps.values())
+        fisher, gradients = of(self.fisher, steps), of(self.gradient, steps)
         torch._foreach_mul_(fisher, 1 - share)
         torch._foreach_addcmul_(fisher, gradients, gradients, share)
-        distance = torch._foreach_mul(moved, moved)  # 0.5 * F * delta^2 + epsilon
+        distance = torch._foreach_mul(change, change)  # 0.5 * F * delta^2 + epsilon
         torch._foreach_mul_(distance, fisher)
         torch._foreach_mul_(distance, 0.5)
-        torch._foreach_add_(distance, epsilon)
-        gain = torch._foreach_mul(gradients, moved)
+        torch._foreach_add_(distance, self.options.damping)
+        gain = torch._foreach_mul(gradients, change)
         torch._foreach_div_(gain, distance)
         torch._foreach_neg_(gain)
         torch._foreach_clamp_min_(gain, 0.0)
-        torch._foreach_add_([self.score[name] for name in names], gain)
+        torch._foreach_add_(of(self.score, steps), gain)
+
+    def captured_kind(self, index: int) -> Hashable:
+        return index > 0
 
     @torch.no_grad()
     def end_task(self, context: TaskContext) -> None:
@@ -64,4 +82,4 @@ class RWalk(PathPenalty):
         torch._foreach_mul_(scores, 0.5)
         copy_into(self.weight, self.fisher)
         torch._foreach_add_(list(self.weight.values()), scores)
-        self.anchor_here(context)
+        copy_into(self.anchor, shared_values(context.net))

@@ -7,18 +7,18 @@ Eq. 5: Omega = sum over tasks of w / (Delta^2 + xi), Delta the way the weight we
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Hashable
+from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
-from confitune.methods.penalty import PartOptions, TaskContext, shared_parameters, shared_values
-from confitune.methods.quadratic import PathPenalty, Tensors, copy_into
+from confitune.methods.method import Method, Options, TaskContext, Tensors
+from confitune.methods.pull import copy_into, keep_gradients, moved, of, pull, shared_values
+from confitune.nn import ContinualNet
 
 
-class SiOptions(PartOptions):
+class SiOptions(Options):
     """Choices of SI."""
 
     strength: float = Field(10.0, ge=0, description="c")
@@ -29,40 +29,51 @@ class SiOptions(PartOptions):
     )
 
 
-class SI(PathPenalty):
+class SI(Method):
     """The path integral, taken step by step."""
 
     name = "si"
     summary = "pull by each weight's share in the loss's fall"
+    cost = "the pull and each weight's path in a step"
     reference = "Zenke et al., ICML 2017"
     Options = SiOptions
+    kept = ("anchor", "omega")
     running = ("previous", "gradient", "start", "path")
+    anchor: Tensors
+    omega: Tensors
+    previous: Tensors
+    gradient: Tensors
     start: Tensors
     path: Tensors
 
-    @property
-    def slope(self) -> float:
-        """c * Omega * (theta - theta*)^2 has no half in front."""
-        return 2 * float(self.options.strength)
-
     @torch.no_grad()
     def begin_task(self, context: TaskContext) -> None:
-        super().begin_task(context)
+        copy_into(self.previous, shared_values(context.net))
         copy_into(self.start, shared_values(context.net))
         torch._foreach_zero_(list(self.path.values()))
 
-    def take_in(self, names: list[str], moved: Iterable[Tensor], gradients: list[Tensor]) -> None:
-        """Eq. 3, one step: w -= g * (theta_after - theta_before)."""
-        torch._foreach_addcmul_([self.path[name] for name in names], gradients, list(moved), -1.0)
+    def read_gradients(self, net: ContinualNet) -> None:
+        keep_gradients(net, self.gradient)
 
-    def _gradients(self, trained: Mapping[str, Any]) -> list[Tensor]:
+    def add_gradients(self, net: ContinualNet) -> None:
+        if self.index:
+            pull(net, self.anchor, self.omega, 2 * self.options.strength)  # c * Omega * (...)^2 has no half in front
+
+    @torch.no_grad()
+    def after_step(self, net: ContinualNet) -> None:
+        """Eq. 3, one step: w -= g * (theta_after - theta_before)."""
         if self.options.gradient == "total":
-            return [parameter.grad for parameter in trained.values()]
-        return super()._gradients(trained)
+            keep_gradients(net, self.gradient)
+        steps = moved(net, self.previous)
+        if steps:
+            torch._foreach_addcmul_(of(self.path, steps), of(self.gradient, steps), list(steps.values()), -1.0)
+
+    def captured_kind(self, index: int) -> Hashable:
+        return index > 0
 
     @torch.no_grad()
     def end_task(self, context: TaskContext) -> None:
-        for name, parameter in shared_parameters(context.net).items():  # Eq. 5
-            importance = self.path[name] / ((parameter.detach() - self.start[name]).square() + self.options.damping)
-            self.weight[name] += importance.relu() if self.options.positive else importance
-        self.anchor_here(context)
+        for name, now in shared_values(context.net).items():  # Eq. 5
+            importance = self.path[name] / ((now - self.start[name]).square() + self.options.damping)
+            self.omega[name] += importance.relu() if self.options.positive else importance
+        copy_into(self.anchor, shared_values(context.net))

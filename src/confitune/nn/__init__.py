@@ -1,4 +1,4 @@
-"""What adapts: Xconv BN, the pairing of convolutions and batch norms, networks with per-task state."""
+"""What adapts: networks whose tasks own parts of them, and how batch norm's means are recovered."""
 
 from confitune.nn.backbones import (
     Backbone,
@@ -9,39 +9,44 @@ from confitune.nn.backbones import (
     state_sha256,
     without_memory,
 )
-from confitune.nn.continual import ContinualNet
-from confitune.nn.convert import ConversionReport, LayerReport, NoBatchNormError, convert_xconv_bn, require_batch_norm
+from confitune.nn.continual import ContinualNet, TaskStorage
 from confitune.nn.geometry import ConvGeometry
-from confitune.nn.input_means import InputMeans
-from confitune.nn.learning import Norm
-from confitune.nn.measuring import InfiniteError
+from confitune.nn.observer import Observer
+from confitune.nn.pairing import guess_input, trace_flow
+from confitune.nn.parts import (
+    Calibrations,
+    Head,
+    InputMeans,
+    NoBatchNormError,
+    Norms,
+    Part,
+    XconvNorms,
+    require_batch_norm,
+)
 from confitune.nn.recovery import recover_output_mean, window_means_from_phases
-from confitune.nn.slots import TaskStorage
-from confitune.nn.xconv import TaskBatchNorm1d, TaskBatchNorm2d, XconvBatchNorm1d, XconvBatchNorm2d
 
 __all__ = [
     "Backbone",
+    "Calibrations",
     "ContinualNet",
     "ConvGeometry",
-    "ConversionReport",
-    "InfiniteError",
+    "Head",
     "InputMeans",
-    "LayerReport",
     "NoBatchNormError",
-    "Norm",
-    "TaskBatchNorm1d",
-    "TaskBatchNorm2d",
+    "Norms",
+    "Observer",
+    "Part",
     "TaskStorage",
-    "XconvBatchNorm1d",
-    "XconvBatchNorm2d",
+    "XconvNorms",
     "build_model",
-    "convert_xconv_bn",
     "create_backbone",
+    "guess_input",
     "headless",
     "model_names",
     "recover_output_mean",
     "require_batch_norm",
     "state_sha256",
+    "trace_flow",
     "window_means_from_phases",
     "without_memory",
 ]

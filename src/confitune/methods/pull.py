@@ -1,0 +1,68 @@
+"""A pull towards earlier weights, stronger where they matter: what EWC, SI, RWalk, MAS and AFEC have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from confitune.methods.method import Tensors
+from confitune.nn import ContinualNet
+
+
+@torch.no_grad()
+def pull(net: ContinualNet, anchor: Tensors, weight: Tensors, slope: float) -> None:
+    """Add the gradient of slope / 2 * sum of weight * (theta - anchor)^2, where there are gradients."""
+    trained = trained_parameters(net)
+    if not trained:
+        return
+    change = torch._foreach_sub([p.detach() for p in trained.values()], of(anchor, trained))
+    torch._foreach_mul_(change, of(weight, trained))
+    torch._foreach_add_(gradients_of(trained), change, alpha=slope)
+
+
+def shared_values(net: ContinualNet) -> Tensors:
+    """The parameters that all tasks use, as plain tensors, not copied."""
+    return {name: parameter.detach() for name, parameter in net.shared_parameters().items()}
+
+
+@torch.no_grad()
+def copy_into(targets: Tensors, sources: Mapping[str, Tensor]) -> None:
+    """Copy by name, in place."""
+    torch._foreach_copy_(list(targets.values()), of(sources, targets))
+
+
+def trained_parameters(net: ContinualNet) -> dict[str, nn.Parameter]:
+    """Shared parameters that have a gradient; what is frozen has none."""
+    return {name: p for name, p in net.shared_parameters().items() if p.grad is not None}
+
+
+def gradients_of(trained: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    """Their gradients."""
+    return [p.grad for p in trained.values() if p.grad is not None]
+
+
+def of(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
+    """Those of these names, in their order."""
+    return [tensors[name] for name in names]
+
+
+@torch.no_grad()
+def keep_gradients(net: ContinualNet, into: Tensors) -> None:
+    """Copy the gradients that there are."""
+    trained = trained_parameters(net)
+    if trained:
+        torch._foreach_copy_(of(into, trained), gradients_of(trained))
+
+
+@torch.no_grad()
+def moved(net: ContinualNet, previous: Tensors) -> Tensors:
+    """How far a step moved each trained weight from `previous`, which then holds the weights of now."""
+    trained = trained_parameters(net)
+    if not trained:
+        return {}
+    now = [p.detach() for p in trained.values()]
+    change = torch._foreach_sub(now, of(previous, trained))
+    torch._foreach_copy_(of(previous, trained), now)
+    return dict(zip(trained, change, strict=True))

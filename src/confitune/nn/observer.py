@@ -1,0 +1,160 @@
+"""Statistics of training batches: what a network takes of them, and who says when.
+
+Batch norms keep running moments, and Xconv BN (ConFiT, sec. 3.2) means of what convolutions read. `Observer` is the one
+interface to all of it: which batches count, batches that Python does not see (replayed or compiled code), and the pass
+over a task's images with the final weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from confitune.nn.geometry import Size
+from confitune.nn.parts.input_means import Statistics
+from confitune.nn.parts.part import Part
+
+Seen = tuple[Size | None, tuple[Size | None, ...]]
+
+
+class Observer:
+    """Of one network.
+
+    Args:
+        backbone: whose batch norms are observed.
+        parts: those that take means of what convolutions read; their `statistics` says when: 'running' while training,
+            as batch norm does (the paper), 'pass' in a pass with the final weights.
+
+    Attributes:
+        image_size: of the current task's training images.
+    """
+
+    def __init__(self, backbone: nn.Module, parts: Sequence[Part]) -> None:
+        self._backbone = backbone
+        self._inputs = [inputs for part in parts for inputs in part.input_means]
+        self.statistics: Statistics = parts[0].statistics if parts else "running"
+        self.image_size: Size | None = None
+        self._sums: list[Tensor] = []  # of batch moments in a pass; kept for the next one
+        self.track(self.statistics == "running")
+
+    @property
+    def tracks(self) -> bool:
+        """Whether training steps have input means to take."""
+        return bool(self._inputs) and self.statistics == "running"
+
+    def track(self, on: bool) -> None:
+        """Whether the next training batches count for the input means."""
+        for inputs in self._inputs:
+            inputs.tracking = on
+
+    @contextmanager
+    def untracked(self) -> Iterator[None]:
+        """Within, training passes leave input means and running moments as they are."""
+        tracked, buffers = [inputs.tracking for inputs in self._inputs], list(self._backbone.buffers())
+        before = [buffer.clone() for buffer in buffers]
+        self.track(False)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
+            for inputs, tracking in zip(self._inputs, tracked, strict=True):
+                inputs.tracking = tracking
+
+    def reset(self) -> None:
+        """Forget the sizes and means of the task that was live."""
+        for inputs in self._inputs:
+            inputs.reset()
+        self.image_size = None
+
+    # ---- batches that Python does not see --------------------------------------------------------------------------
+
+    @property
+    def sizes_known(self) -> bool:
+        """Whether every input that is tracked has shown its size."""
+        return all(inputs.size is not None for inputs in self._inputs if inputs.tracking)
+
+    @property
+    def seen(self) -> Seen:
+        """What Python learned from the last training batch, for `replayed`."""
+        return self.image_size, tuple(inputs.size for inputs in self._inputs)
+
+    def replayed(self, seen: Seen) -> None:
+        """A training batch went through a captured graph.
+
+        Args:
+            seen: from right after the capture.
+        """
+        self.image_size, sizes = seen
+        for inputs, size in zip(self._inputs, sizes, strict=True):
+            if inputs.tracking and inputs.size is None and size is not None:
+                inputs.resize(size)
+        self.count()
+
+    def count(self) -> None:
+        """One more tracked batch was taken in, by compiled code."""
+        for inputs in self._inputs:
+            if inputs.tracking:
+                inputs.count()
+
+    @property
+    def counts(self) -> list[tuple[int, int]]:
+        """How many batches were taken in; set it to undo counting."""
+        return [inputs.counts for inputs in self._inputs]
+
+    @counts.setter
+    def counts(self, counts: list[tuple[int, int]]) -> None:
+        for inputs, before in zip(self._inputs, counts, strict=True):
+            inputs.counts = before
+
+    # ---- a pass with the final weights -----------------------------------------------------------------------------
+
+    def _moments(self) -> list[Tensor]:
+        norms = (m for m in self._backbone.modules() if isinstance(m, _BatchNorm) and m.track_running_stats)
+        return [moment for norm in norms for moment in (norm.running_mean, norm.running_var) if moment is not None]
+
+    @contextmanager
+    def averaging(self) -> Iterator[Callable[[], None]]:
+        """Within, moments and input means become averages over whole training batches.
+
+        Gives a function to be called after each batch.
+        """
+        norms = [m for m in self._backbone.modules() if isinstance(m, _BatchNorm)]
+        momenta, moments, batches = [norm.momentum for norm in norms], self._moments(), 0
+        if [(s.device, s.dtype) for s in self._sums] != [(m.device, m.dtype) for m in moments]:
+            self._sums = [torch.empty_like(moment) for moment in moments]
+        with torch.no_grad():
+            torch._foreach_zero_([*self._sums, *moments])  # what is not finite must not live on
+
+        def add() -> None:
+            nonlocal batches
+            batches += 1
+            if moments:
+                torch._foreach_add_(self._sums, moments)
+
+        try:
+            for norm in norms:
+                norm.momentum = 1.0  # running moments become the batch's own, to be added up
+            with ExitStack() as stack:
+                for inputs in self._inputs:
+                    stack.enter_context(inputs.averaging())
+                yield add
+            if batches and moments:
+                with torch.no_grad():
+                    torch._foreach_div_(self._sums, batches)
+                    torch._foreach_copy_(moments, self._sums)
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+
+    def finite(self) -> Tensor:
+        """Whether all moments and input means are finite, as a tensor that nobody has waited for."""
+        found = [*self._moments(), *(table for inputs in self._inputs for table in inputs.tables)]
+        if not found:
+            return torch.tensor(True)
+        return torch.stack(torch._foreach_norm(found, float("inf"))).isfinite().all()

@@ -1,0 +1,90 @@
+"""The classifier of a task: one linear layer on the backbone's features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from confitune.nn.pairing import Flow
+from confitune.nn.parts.part import Part
+
+
+class Head(Part):
+    """A head for each task. Tasks with the same number of classes share one live layer."""
+
+    name = "head"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleDict()  # by number of classes
+        self.features = 0
+        self._classes = 0
+        self._mixed: tuple[Tensor, Tensor] | None = None  # weight [N, K, F] and bias [N, K]
+
+    def attach(self, backbone: nn.Module, flow: Flow) -> None:
+        assert flow.features is not None
+        self.features = flow.features[0]
+        self._like = (next(backbone.parameters()),)  # in a tuple, so that it is no parameter of the head
+
+    @property
+    def linear(self) -> nn.Linear:
+        """The live layer of the current task."""
+        layer = self.linears[str(self._classes)]
+        assert isinstance(layer, nn.Linear)
+        return layer
+
+    def select(self, classes: int) -> None:
+        self._classes = classes
+        if str(classes) not in self.linears:
+            like = self._like[0]
+            layer = nn.Linear(self.features, classes, device=like.device, dtype=like.dtype)
+            self.linears[str(classes)] = layer.train(self.training)
+
+    def keep_only(self, counts: set[int]) -> None:
+        """Drop live layers that no task needs."""
+        for unused in set(self.linears) - set(map(str, counts)):
+            del self.linears[unused]
+
+    def live(self, finished: bool) -> dict[str, Tensor]:
+        return {"head.weight": self.linear.weight.detach(), "head.bias": self.linear.bias.detach()}
+
+    def shapes(self, finished: bool, classes: int) -> dict[str, torch.Size]:
+        return {"head.weight": torch.Size((classes, self.features)), "head.bias": torch.Size((classes,))}
+
+    @torch.no_grad()
+    def start(self, generator: torch.Generator | None) -> None:
+        """torch's own initialisation of a Linear layer, drawn on the CPU so that a seed means the same everywhere."""
+        bound = self.features**-0.5
+        for parameter in (self.linear.weight, self.linear.bias):
+            parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+
+    def offered(self) -> list[nn.Parameter]:
+        return [*self.linear.parameters()]
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits; in a mixed batch padded with -inf to the largest number of classes."""
+        if self._mixed is None:
+            logits: Tensor = self.linear(features)
+            return logits
+        weight, bias = self._mixed
+        return torch.baddbmm(bias.unsqueeze(2), weight, features.unsqueeze(2)).squeeze(2)
+
+    def mixed_row(self) -> Tensor:
+        return torch.cat([tensor.reshape(-1) for tensor in self.live(True).values()])
+
+    @contextmanager
+    def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:
+        counts = [len(row) // (self.features + 1) for row in rows]
+        most, weights, biases = max(counts), [], []
+        for row, count in zip(rows, counts, strict=True):
+            weights.append(pad(row[:-count].view(count, -1), (0, 0, 0, most - count)))
+            biases.append(pad(row[-count:], (0, most - count), value=float("-inf")))
+        self._mixed = torch.stack(weights)[place], torch.stack(biases)[place]
+        try:
+            yield
+        finally:
+            self._mixed = None

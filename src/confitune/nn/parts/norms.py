@@ -1,0 +1,199 @@
+"""Normalisation layers of a task's own: affine parameters, and of batch norm the moments.
+
+Plain task-specific normalisation, without any recovery: what ConFiT's `XconvNorms` is built on, and what methods use
+that never move a convolution. The layers stay the stock ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import timm.layers
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from confitune.errors import ConfituneError
+from confitune.nn.pairing import Flow
+from confitune.nn.parts.part import Part, split_row
+
+NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+# Forwards that are known well enough to be done image by image. Batch norm: normalise, then drop, then act.
+_BATCH_NORM = {_BatchNorm.forward, timm.layers.BatchNormAct2d.forward}
+_CHANNELS_FIRST = {nn.GroupNorm.forward, timm.layers.GroupNorm.forward, timm.layers.LayerNorm2d.forward}
+_CHANNELS_LAST = {nn.LayerNorm.forward, timm.layers.LayerNorm.forward, nn.RMSNorm.forward}
+
+
+class NoBatchNormError(ConfituneError):
+    """The network has no batch norm, which this method corrects the statistics of."""
+
+
+def norm_layers(backbone: nn.Module) -> dict[str, nn.Module]:
+    """All normalisation layers, by name."""
+    return {name: module for name, module in backbone.named_modules() if isinstance(module, NORMS)}
+
+
+def batch_norms(backbone: nn.Module) -> list[_BatchNorm]:
+    """All batch norms, in order."""
+    return [module for module in backbone.modules() if isinstance(module, _BatchNorm)]
+
+
+def require_batch_norm(model: nn.Module) -> None:
+    """Raise `NoBatchNormError` for a network without batch norm."""
+    if batch_norms(model):
+        return
+    others = sorted({type(m).__name__ for m in model.modules() if "norm" in type(m).__name__.lower()})
+    has = f"it normalises with {', '.join(others)}" if others else "it has no normalisation layer"
+    raise NoBatchNormError(
+        f"{type(model).__name__} has no batch norm ({has}): ConFiT corrects batch-norm statistics and has nothing to "
+        "work on here. Choose a network with batch norm (`confitune models` lists some), or another method: finetune, "
+        "bn-only and linear-probe run on any network."
+    )
+
+
+class Norms(Part):
+    """Normalisation layers of a task's own.
+
+    Args:
+        affine: each task has its own scales and shifts.
+        moments: of batch norm: 'own' (each task's, from its training batches) or 'pretrained' (those of pre-training
+            for all tasks: batch norm is in evaluation mode throughout).
+        start: a new task starts from the 'previous' task's layers, or from the 'pretrained' ones.
+        keep_pretrained: keep the pre-trained layers, once for the network, for tasks that own no norms.
+    """
+
+    name = "norms"
+
+    def __init__(
+        self,
+        *,
+        affine: bool = True,
+        moments: Literal["own", "pretrained"] = "own",
+        start: Literal["previous", "pretrained"] = "previous",
+        keep_pretrained: bool = False,
+    ) -> None:
+        super().__init__()
+        self.affine, self.moments, self.start_from = affine, moments, start
+        self.keep_pretrained = keep_pretrained or start == "pretrained"
+        self.layers: dict[str, nn.Module] = {}  # not registered: they are the backbone's
+
+    @property
+    def kind(self) -> str:
+        return f"Norms({'affine, ' if self.affine else ''}{self.moments} moments, from {self.start_from})"
+
+    def attach(self, backbone: nn.Module, flow: Flow) -> None:
+        self.layers = norm_layers(backbone)
+        if not self.layers:
+            raise ConfituneError(
+                f"{type(backbone).__name__} has no normalisation layer that a task could own: choose another network, "
+                "or a method such as finetune"
+            )
+        if self.keep_pretrained:
+            self.register_buffer("row", torch.cat([tensor.reshape(-1) for tensor in self.live(False).values()]))
+
+    def live(self, finished: bool) -> dict[str, Tensor]:
+        found = {}
+        for name, layer in self.layers.items():
+            fields = ["weight", "bias"] if self.affine else []
+            if isinstance(layer, _BatchNorm) and self.moments == "own":
+                fields += ["running_var", "running_mean"]
+            for field in fields:
+                tensor = getattr(layer, field, None)
+                if isinstance(tensor, Tensor):
+                    found[f"{name}.{field}"] = tensor.detach()
+        return found
+
+    def pretrained(self) -> dict[str, Tensor]:
+        if not self.keep_pretrained:
+            return {}
+        live = self.live(False)
+        return dict(zip(live, split_row(self.get_buffer("row"), [t.shape for t in live.values()]), strict=True))
+
+    @torch.no_grad()
+    def start(self, generator: torch.Generator | None) -> None:
+        if self.start_from == "pretrained":
+            torch._foreach_copy_(list(self.live(False).values()), list(self.pretrained().values()))
+
+    def offered(self) -> list[nn.Parameter]:
+        return [p for layer in self.layers.values() for p in layer.parameters(recurse=False)] if self.affine else []
+
+    def train(self, mode: bool = True) -> Norms:
+        """As in torch; batch norms that keep the pre-trained moments stay in evaluation mode."""
+        super().train(mode)
+        if self.moments == "pretrained":
+            for layer in self.layers.values():
+                if isinstance(layer, _BatchNorm):
+                    layer.eval()
+        return self
+
+    # ---- image by image --------------------------------------------------------------------------------------------
+
+    def mixed_row(self) -> Tensor:
+        rows: list[Tensor] = []
+        for name, layer in self.layers.items():
+            if type(layer).forward not in _BATCH_NORM | _CHANNELS_FIRST | _CHANNELS_LAST:
+                raise ConfituneError(f"{name} is a {type(layer).__name__}, whose forward cannot be done per image")
+            rows += scale_and_shift(layer)
+        return torch.cat([row.reshape(-1) for row in rows])
+
+    @contextmanager
+    def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:
+        shapes = [s.shape for layer in self.layers.values() for s in scale_and_shift(layer)]
+        chosen = torch.stack(list(rows))[place].split([shape.numel() for shape in shapes], dim=1)
+        parts = iter([part.reshape(-1, *shape) for part, shape in zip(chosen, shapes, strict=True)])
+        try:
+            for layer in self.layers.values():
+                # Shadows the class's own forward for this batch.
+                layer.forward = partial(_forward_mixed, layer, next(parts), next(parts))  # type: ignore[method-assign]
+            yield
+        finally:
+            for layer in self.layers.values():
+                vars(layer).pop("forward", None)
+
+
+def scale_and_shift(layer: Any) -> tuple[Tensor, Tensor]:
+    """What a layer multiplies by and adds: batch norm in evaluation mode to its input, others to what is normalised.
+
+    Batch norm's is worked out in float64, so that it is rounded once.
+    """
+    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
+    if isinstance(layer, _BatchNorm):
+        if layer.running_mean is None or layer.running_var is None:
+            raise ConfituneError("a batch norm without running statistics has no scale and shift for a mixed batch")
+        scale = (layer.running_var.double() + layer.eps).rsqrt()
+        scale = scale if weight is None else scale * weight.detach().double()
+        shift = -layer.running_mean.double() * scale
+        shift = shift if bias is None else shift + bias.detach().double()
+        return scale.to(layer.running_var.dtype), shift.to(layer.running_var.dtype)
+    shape = layer.num_channels if isinstance(layer, nn.GroupNorm) else tuple(layer.normalized_shape)
+    like = weight if weight is not None else torch.ones(shape)
+    return like.detach(), torch.zeros_like(like) if bias is None else bias.detach()
+
+
+def _forward_mixed(layer: Any, scale: Tensor, shift: Tensor, x: Tensor) -> Tensor:
+    """A layer's forward with a scale and a shift [N, C] of each image's own."""
+    if isinstance(layer, _BatchNorm):
+        scale, shift = (rows.reshape(*rows.shape, *(1,) * (x.dim() - 2)) for rows in (scale, shift))
+        y = torch.addcmul(shift, x.to(shift.dtype), scale).to(x.dtype)
+        for name in ("drop", "act"):  # timm's
+            y = getattr(layer, name)(y) if hasattr(layer, name) else y
+        return y
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    try:
+        if weight is not None:
+            layer._parameters["weight"] = nn.Parameter(torch.ones_like(weight), requires_grad=False)
+        if bias is not None:
+            layer._parameters["bias"] = nn.Parameter(torch.zeros_like(bias), requires_grad=False)
+        normalised: Tensor = type(layer).forward(layer, x)
+    finally:
+        layer._parameters["weight"] = weight
+        if "bias" in layer._parameters:
+            layer._parameters["bias"] = bias
+    first = type(layer).forward in _CHANNELS_FIRST
+    ones = (1,) * (x.dim() - scale.dim())
+    shape = (len(scale), scale.shape[1], *ones) if first else (len(scale), *ones, *scale.shape[1:])
+    return normalised * scale.reshape(shape) + shift.reshape(shape)
