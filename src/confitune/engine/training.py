@@ -302,6 +302,11 @@ class TaskFit:
     # ---- what methods may use, see `TaskContext` -------------------------------------------------------------------
 
     @property
+    def epochs(self) -> int:
+        """That the task is trained for."""
+        return self.settings.epochs
+
+    @property
     def images(self) -> int:
         """In the training set."""
         return len(self.task.train)

@@ -15,6 +15,7 @@ from confitune.nn.observer import Observer
 from confitune.nn.pairing import guess_input, trace_flow
 from confitune.nn.parts import (
     Calibrations,
+    Deltas,
     Head,
     InputMeans,
     NoBatchNormError,
@@ -30,6 +31,7 @@ __all__ = [
     "Calibrations",
     "ContinualNet",
     "ConvGeometry",
+    "Deltas",
     "Head",
     "InputMeans",
     "NoBatchNormError",
