@@ -8,15 +8,12 @@ from itertools import accumulate
 from typing import Any, overload
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
-from confitune.tasks.errors import DataError
+from confitune.tasks.errors import DataError, Progress
 from confitune.tasks.own_datasets import tasks_from_datasets
-from confitune.tasks.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
-from confitune.tasks.progress import Progress
 from confitune.tasks.splits import hold_out
-from confitune.tasks.task import Images, Task
+from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD, Images, Preprocess, Task
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,21 +165,11 @@ class TaskSequence(Sequence[Task]):
 
 def _joined_images(parts: Sequence[Images], starts: Sequence[int]) -> Images:
     """One `Images` of all parts, each part's labels moved up to its place among all classes."""
-    blocks: list[Tensor] = []
-    for part in parts:
-        if not any(part.pixels is block for block in blocks):
-            blocks.append(part.pixels)
-    first_row, offsets = 0, []
-    for block in blocks:
-        offsets.append(first_row)
-        first_row += len(block)
-
-    def offset(part: Images) -> int:
-        return next(o for o, block in zip(offsets, blocks, strict=True) if block is part.pixels)
-
+    blocks = list({id(part.pixels): part.pixels for part in parts}.values())
+    first_rows = dict(zip(map(id, blocks), accumulate(map(len, blocks), initial=0), strict=False))
     return Images(
         # Tasks of one dataset share their pixels: then nothing is copied.
         pixels=blocks[0] if len(blocks) == 1 else torch.cat(blocks),
-        rows=torch.cat([part.rows + offset(part) for part in parts]),
+        rows=torch.cat([part.rows + first_rows[id(part.pixels)] for part in parts]),
         labels=torch.cat([part.labels + start for part, start in zip(parts, starts, strict=True)]),
     )

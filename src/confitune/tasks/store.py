@@ -23,12 +23,9 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from confitune.files import write_whole
-from confitune.tasks.errors import StoreError, UnreadableImageError
-from confitune.tasks.lock import exclusive, is_free
-from confitune.tasks.pipelines import CROP, Box, Pipeline
-from confitune.tasks.progress import Progress
-from confitune.tasks.rgb import open_rgb
+from confitune.files import exclusive, is_free, write_whole
+from confitune.tasks.decode import CROP, Box, Pipeline, open_rgb
+from confitune.tasks.errors import Progress, StoreError, UnreadableImageError
 
 FORMAT = 1  # raise when the file's layout or the decoding changes, so that older stores are not read
 CHECKED_BYTES = 256 * 2**20

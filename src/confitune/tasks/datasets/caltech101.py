@@ -12,17 +12,28 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from confitune.tasks.datasets.archive import unpack
-from confitune.tasks.datasets.fetch import Remote, fetch_folder
-from confitune.tasks.datasets.image_set import ImageSet
-from confitune.tasks.datasets.locate import locate
+from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, Remote, locate
+from confitune.tasks.decode import is_image_name
 from confitune.tasks.errors import DataError
-from confitune.tasks.rgb import is_image_name
 from confitune.tasks.splits import stratified_split
 from confitune.tasks.store import ImageFile
 
 FOLDER, CATEGORIES = "caltech101", "101_ObjectCategories"
 ARCHIVE = Remote(
     "https://data.caltech.edu/records/mzrjq-6wc02/files/caltech-101.zip", "3138e1922a9193bfa496528edbbc45d0"
+)
+SOURCE = (
+    "downloaded (137 MB), or unpack 101_ObjectCategories.tar.gz from "
+    "https://data.caltech.edu/records/mzrjq-6wc02 so that the data folder holds caltech101/101_ObjectCategories/"
+)
+CALTECH101 = DatasetInfo(
+    "caltech101",
+    tasks=10,
+    classes_per_task=10,
+    batch_size=32,
+    epochs=20,
+    pipelines=("clean", "published"),
+    from_paper=True,
 )
 
 
@@ -32,10 +43,10 @@ def read_caltech101(data_dir: Path, download: bool) -> ImageSet:
     def fetch(root: Path) -> None:
         (root / FOLDER).mkdir(exist_ok=True)
         with TemporaryDirectory(prefix=f".{FOLDER}-", dir=root) as scratch:  # an archive of archives
-            fetch_folder(ARCHIVE, Path(scratch) / "caltech-101")
+            ARCHIVE.fetch_folder(Path(scratch) / "caltech-101")
             unpack(Path(scratch) / f"caltech-101/{CATEGORIES}.tar.gz", root / FOLDER / CATEGORIES)
 
-    folder = locate("caltech101", data_dir, FOLDER, [CATEGORIES], fetch if download else None)
+    folder = locate("caltech101", data_dir, FOLDER, [CATEGORIES], SOURCE, fetch if download else None)
     if (folder / "caltech-101").exists():  # torchvision removes it when everything has been unpacked
         raise DataError(f"{folder} was not unpacked to the end; remove it and get it again")
     top = folder / CATEGORIES

@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from confitune.tasks.datasets.fetch import Remote, fetch_folder
-from confitune.tasks.datasets.image_set import ImageSet
-from confitune.tasks.datasets.locate import locate
+from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, Remote, locate
+from confitune.tasks.decode import CROP, RESIZE
 from confitune.tasks.errors import DataError
-from confitune.tasks.pipelines import CROP, RESIZE
 
 FOLDER = "cifar-100-python"
 ARCHIVE = Remote("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85")
@@ -29,15 +27,28 @@ ALLOWED = {
     "numpy.dtype",
     "_codecs.encode",
 }
+SOURCE = (
+    "downloaded (169 MB), or unpack https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz "
+    "so that the data folder holds cifar-100-python/"
+)
+CIFAR100 = DatasetInfo(
+    "cifar100",
+    tasks=20,
+    classes_per_task=5,
+    batch_size=128,
+    epochs=10,
+    pipelines=("clean", "published"),
+    from_paper=True,
+)
 
 
 def read_cifar100(data_dir: Path, download: bool) -> ImageSet:
     """Training images, then test images, each in the order of its file."""
 
     def fetch(root: Path) -> None:
-        fetch_folder(ARCHIVE, root / FOLDER)
+        ARCHIVE.fetch_folder(root / FOLDER)
 
-    folder = locate("cifar100", data_dir, FOLDER, ["train", "test", "meta"], fetch if download else None)
+    folder = locate("cifar100", data_dir, FOLDER, ["train", "test", "meta"], SOURCE, fetch if download else None)
     train, test, meta = (_load(folder / part) for part in ("train", "test", "meta"))
     try:
         pixels = np.concatenate([train["data"], test["data"]]).reshape(-1, 3, 32, 32)
@@ -45,17 +56,9 @@ def read_cifar100(data_dir: Path, download: bool) -> ImageSet:
         classes = tuple(str(name) for name in meta["fine_label_names"])
     except (KeyError, ValueError, TypeError) as error:
         raise DataError(f"{folder} does not hold CIFAR100's batches ({error!r}); get it again") from error
-    rows = np.arange(len(labels))
-    count = len(train["fine_labels"])
-    return ImageSet(
-        classes,
-        labels,
-        rows[:count],
-        rows[count:],
-        pixels=torch.from_numpy(pixels),
-        resize=RESIZE,
-        crop=CROP,
-    )
+    rows, test_rows = np.split(np.arange(len(labels)), [len(train["fine_labels"])])
+    images = torch.from_numpy(pixels)
+    return ImageSet(classes, labels, rows, test_rows, pixels=images, resize=RESIZE, crop=CROP)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Sequences of parts of several datasets: how their names are read, and which tasks they give."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,13 @@ from confitune.tasks import (
     DATASETS,
     DataError,
     DataMissingError,
+    DatasetInfo,
     TaskSequence,
     dataset_info,
     dataset_parts,
     load_tasks,
-    source,
 )
-from confitune.tasks.datasets import read_dataset
+from confitune.tasks.names import READERS
 
 GREY = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 NAMED = sorted(set(DATASETS) - {"folder"})
@@ -176,11 +177,11 @@ def test_every_task_is_the_datasets_own() -> None:
 def test_a_dataset_is_read_once_however_many_parts_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     read_names: list[str] = []
 
-    def spy(name: str, *rest: object) -> object:
-        read_names.append(name)
-        return read_dataset(name, *rest)
+    def spy(info: DatasetInfo, reader: Callable) -> Callable:
+        return lambda *options: (read_names.append(info.name), reader(*options))[1]
 
-    monkeypatch.setattr(source, "read_dataset", spy)
+    for info in (DATASETS["digits"], DATASETS["photos"]):
+        monkeypatch.setitem(READERS, info, spy(info, READERS[info]))
     load_tasks("digits:5+photos:1+digits:1-2+photos:3", **GREY)
     assert read_names == ["digits", "photos"]
 
