@@ -72,11 +72,11 @@ class OwnFile:
 
     def load(self, mean: tuple[float, ...], std: tuple[float, ...], data_dir: Path) -> TaskSequence:
         """What the function returns."""
-        _, function = self._found()
+        module, function = self._found()
         try:
             tasks = function(mean=mean, std=std, data_dir=data_dir)
         except Exception as error:
-            raise _failed(f"{self}, called with mean, std and data_dir,", error) from error
+            raise _failed(f"{self}, called with mean, std and data_dir,", error, module.__file__) from error
         if not isinstance(tasks, TaskSequence):
             raise DataError(
                 f"{self} returned {type(tasks).__name__}, but must return a TaskSequence: "
@@ -90,7 +90,11 @@ class OwnFile:
         except FileNotFoundError as error:
             raise DataMissingError(f"there is no file {self.module}; write FILE.py:FUNCTION with its path") from error
         except Exception as error:
-            raise _failed(self.module, error) from error
+            if isinstance(error, ModuleNotFoundError) and f"{self.module}.".startswith(f"{error.name}."):
+                raise DataMissingError(
+                    f"there is no dataset and no module {self.module!r}; for a file, write FILE.py:{self.function}"
+                ) from error
+            raise _failed(self.module, error, self.path) from error
         function = getattr(module, self.function, None)
         if callable(function):
             return module, function
@@ -114,10 +118,9 @@ def _run(path: str) -> ModuleType:
     return sys.modules[name]
 
 
-def _failed(what: str, error: Exception) -> DataError:
+def _failed(what: str, error: Exception, path: str | None) -> DataError:
     """What the user's code raised, and in which line of it: the command line shows no traceback."""
     if isinstance(error, ConfituneError):
         return DataError(f"{what} failed: {error}")
-    theirs = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and f.filename[0] != "<"]
-    line = f" (line {theirs[-1].lineno} of {theirs[-1].filename})" if theirs else ""
-    return DataError(f"{what} raised {type(error).__name__}: {error}{line}")
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return DataError(f"{what} raised {type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else ""))
