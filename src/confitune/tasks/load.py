@@ -75,7 +75,13 @@ def load_tasks(
                 raise DataError(f"{part.own} makes its tasks itself: leave order_seed and classes_per_task out")
             own = part.own.load(normalise.mean, normalise.std, data)
             counted = f"{part.own} has {len(own)} tasks"
-            return _Source(_plain(Path(part.own.module).name.removesuffix(".py")), len(own), counted, own.unused_classes, lambda: own)
+            return _Source(
+                _plain(Path(part.own.module).name.removesuffix(".py")),
+                len(own),
+                counted,
+                own.unused_classes,
+                lambda: own,
+            )
         images = READERS[part.info](Path(part.folder or data), download)
         number = len(images.classes)
         usual = part.info.classes_per_task or (number // 5 if number >= 10 else 2)

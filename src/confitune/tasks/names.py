@@ -61,12 +61,13 @@ class Part:
     @property
     def folder(self) -> str | None:
         """The path, where it is a folder."""
-        return _path(self.dataset) if _is_folder(self.dataset) else None
+        path = self.dataset.removeprefix(FOLDER_PREFIX)
+        return None if path == self.dataset else os.path.expanduser(path)
 
     @property
     def own(self) -> OwnFile | None:
         """The user's function, where that makes the dataset."""
-        found = None if _is_folder(self.dataset) else OwnFile.parse(self.dataset)
+        found = OwnFile.parse(self.dataset) if self.folder is None else None
         return found if found and found.module not in DATASETS else None
 
     @property
@@ -84,6 +85,13 @@ class Part:
         known = [f"{name}:PATH" if name == "folder" else name for name in (near or DATASETS)]
         hint = f"did you mean {known[0]!r}?" if near else f"there are {', '.join(known)} and FILE.py:FUNCTION"
         raise DataError(f"there is no dataset {self.dataset!r}; {hint}")
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its path is that of a folder, or of a file of one's own."""
+        if self.folder is not None:
+            return os.path.isdir(self.folder)
+        return bool(self.own and self.own.path and os.path.isfile(self.own.path))
 
     @property
     def key(self) -> str:
@@ -116,7 +124,7 @@ photos:3); a task can be learned once in a sequence
     if "\0" in name:
         raise DataError(f"the dataset {name!r} has a character of code 0, which no name has")
     for dataset, tasks in ((name, ""), _cut_tasks(name)):
-        if _is_there(Part(dataset)):
+        if Part(dataset).is_there:
             return (Part(dataset, _numbers(tasks, name)),)
     parts: list[Part] = []
     for text in name.split("+"):
@@ -126,7 +134,8 @@ photos:3); a task can be learned once in a sequence
             if not any(part.folder for part in parts):
                 raise
             # What is no part may have been meant as the rest of a path.
-            absent = f"there is no folder {_path(name)}, and as parts joined by '+': " if _is_folder(name) else ""
+            whole = Part(name).folder
+            absent = "" if whole is None else f"there is no folder {whole}, and as parts joined by '+': "
             raise DataError(f"{absent}{error} (a folder whose path has a '+' can only stand alone)") from error
     _refuse_twice(parts, name)
     return tuple(parts)
@@ -164,20 +173,20 @@ def _part(text: str, name: str) -> Part:
     if not text:
         raise DataError(f"{name!r} has an empty part: write datasets with '+' between them, e.g. photos:1-2+digits:1")
     dataset, tasks = _cut_tasks(text)
-    if _is_folder(text):
-        if tasks and _is_there(Part(text)):  # written alone, it would be this folder: it must not mean another here
-            raise DataError(
-                f"{text!r} can be tasks of {_path(dataset)} or the folder {_path(text)}: write {dataset}/:{tasks} for "
-                f"the former, {text}:1-2 with the tasks to take for the latter"
-            )
-    elif not Part(dataset).own:
+    part, whole = Part(dataset), Part(text)
+    if tasks and whole.is_there:  # written alone, it would be this folder: it must not mean another here
+        raise DataError(
+            f"{text!r} can be tasks of {part.folder} or the folder {whole.folder}: write {dataset}/:{tasks} for the "
+            f"former, {text}:1-2 with the tasks to take for the latter"
+        )
+    if part.folder is None and not part.own:
         dataset, colon, tasks = text.partition(":")
         if dataset in DATASETS and colon and not _TASKS.fullmatch(tasks):
             raise DataError(
                 f"{text!r}: {tasks!r} are no tasks of {dataset}: write one as {dataset}:2 or several as {dataset}:1-3, "
                 f"more of them as parts of their own, e.g. {dataset}:1-3+{dataset}:5"
             )
-    part = Part(dataset)
+        part = Part(dataset)
     if not part.own:  # which is looked for when it is needed
         _ = part.info
     return replace(part, tasks=_numbers(tasks, text))
@@ -213,17 +222,3 @@ def _refuse_twice(parts: Sequence[Part], name: str) -> None:
                     f"{name!r} takes task {first} of {one.dataset} twice ({one} and {other}); a task can be learned "
                     "once in a sequence"
                 )
-
-
-def _is_folder(text: str) -> bool:
-    return text.startswith(FOLDER_PREFIX)
-
-
-def _path(folder: str) -> str:
-    return os.path.expanduser(folder.removeprefix(FOLDER_PREFIX))
-
-
-def _is_there(part: Part) -> bool:
-    if part.folder:
-        return os.path.isdir(part.folder)
-    return bool(part.own and part.own.path and os.path.isfile(part.own.path))

@@ -21,43 +21,34 @@ from confitune.tasks.splits import stratified_split
 from confitune.tasks.task import Images, Preprocess, Task
 
 
-def tasks_from_datasets(
-    datasets: Sequence[Dataset[Any] | tuple[Dataset[Any], Dataset[Any]]],
+def task_from_dataset(
+    data: Dataset[Any] | tuple[Dataset[Any], Dataset[Any]],
+    name: str,
     preprocess: Preprocess,
     test_share: float,
     seed: int,
-    class_names: Sequence[Sequence[str]] | None,
-    task_names: Sequence[str] | None,
+    class_names: Sequence[str] | None,
     progress: Progress | None,
-) -> tuple[Task, ...]:
-    """One task for each dataset or (train, test) pair; see `TaskSequence.from_datasets` for the arguments."""
-    for option, given in (("class_names", class_names), ("task_names", task_names)):
-        if given is not None and len(given) != len(datasets):
-            raise DataError(f"{option} has {len(given)} entries for {len(datasets)} tasks; give one for each task")
-    tasks = []
-    for index, data in enumerate(datasets):
-        name = task_names[index] if task_names else f"task{index + 1}"
-        # Only a tuple is a pair: a list may well be a dataset itself.
-        parts = data if isinstance(data, tuple) else (data,)
-        if len(parts) not in (1, 2):
-            raise DataError(f"task {name!r}: expected a dataset or a tuple (train, test), got {len(parts)} datasets")
-        pixels, labels = zip(*(_read(part, name, progress) for part in parts), strict=True)
-        values = np.unique(labels[0])
-        if strangers := sorted(set(labels[-1].tolist()) - set(values.tolist())):
-            raise DataError(f"task {name!r}: the test set has labels that the training set lacks: {strangers}")
-        names = _names(parts[0], values, name, class_names[index] if class_names else None)
-        if _kind(pixels[-1][0]) != _kind(pixels[0][0]):
-            raise _different(name, "0 of the test set", pixels[0][0], pixels[-1][0])
-        found = np.searchsorted(values, np.concatenate(labels))
-        if len(parts) == 1:
-            splits = stratified_split(found, names, test_share=test_share, seed=seed)
-        else:
-            rows, count = np.arange(len(found), dtype=np.int64), len(labels[0])
-            splits = rows[:count], rows[count:]
-        block = pixels[0] if len(parts) == 1 else torch.cat(pixels)
-        train, test = (Images(block, torch.from_numpy(rows), torch.from_numpy(found[rows])) for rows in splits)
-        tasks.append(Task(name, names, train, test, preprocess))
-    return tuple(tasks)
+) -> Task:
+    """A task of one dataset, which is split, or of a pair (train, test)."""
+    parts = data if isinstance(data, tuple) else (data,)  # only a tuple is a pair: a list may well be a dataset itself
+    if len(parts) not in (1, 2):
+        raise DataError(f"task {name!r}: expected a dataset or a tuple (train, test), got {len(parts)} datasets")
+    pixels, labels = zip(*(_read(part, name, progress) for part in parts), strict=True)
+    values = np.unique(labels[0])
+    if strangers := sorted(set(labels[-1].tolist()) - set(values.tolist())):
+        raise DataError(f"task {name!r}: the test set has labels that the training set lacks: {strangers}")
+    names = _names(parts[0], values, name, class_names)
+    if _kind(pixels[-1][0]) != _kind(pixels[0][0]):
+        raise _different(name, "0 of the test set", pixels[0][0], pixels[-1][0])
+    found = np.searchsorted(values, np.concatenate(labels))
+    if len(parts) == 1:
+        block, splits = pixels[0], stratified_split(found, names, test_share=test_share, seed=seed)
+    else:
+        rows, count = np.arange(len(found), dtype=np.int64), len(labels[0])
+        block, splits = torch.cat(pixels), (rows[:count], rows[count:])
+    train, test = (Images(block, torch.from_numpy(rows), torch.from_numpy(found[rows])) for rows in splits)
+    return Task(name, names, train, test, preprocess)
 
 
 def _read(dataset: Any, task: str, progress: Progress | None) -> tuple[Tensor, np.ndarray]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, overload
 
 import torch
 from torch.utils.data import Dataset
 
 from confitune.tasks.errors import DataError, Progress
-from confitune.tasks.own_datasets import tasks_from_datasets
+from confitune.tasks.own_datasets import task_from_dataset
 from confitune.tasks.splits import hold_out
 from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD, Images, Preprocess, Task
 
@@ -159,8 +159,15 @@ class TaskSequence(Sequence[Task]):
         Labels may be any integers; they are mapped to 0..C-1 within each task, in ascending order.
         """
         preprocess = Preprocess(tuple(mean), tuple(std), resize, crop)
-        tasks = tasks_from_datasets(datasets, preprocess, test_share, seed, class_names, task_names, progress)
-        return cls(name=name, pipeline="own", tasks=tasks)
+        for option, given in (("class_names", class_names), ("task_names", task_names)):
+            if given is not None and len(given) != len(datasets):
+                raise DataError(f"{option} has {len(given)} entries for {len(datasets)} tasks; give one for each task")
+        names = task_names or [f"task{index + 1}" for index in range(len(datasets))]
+        tasks = [
+            task_from_dataset(data, task, preprocess, test_share, seed, classes, progress)
+            for data, task, classes in zip(datasets, names, class_names or repeat(None), strict=False)
+        ]
+        return cls(name=name, pipeline="own", tasks=tuple(tasks))
 
 
 def _joined_images(parts: Sequence[Images], starts: Sequence[int]) -> Images:

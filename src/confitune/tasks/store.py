@@ -58,10 +58,10 @@ def open_store(
     The tensor is a private mapping: pages are read when they are used and shared between processes; writing to it
     never reaches the file.
     """
-    say = progress or (lambda what, done, total: None)
 
-    def waiting() -> None:
-        say(f"waiting for another process to decode {name}", 0, len(files))
+    def say(what: str, done: int) -> None:
+        if progress is not None:
+            progress(f"{what} {name}", done, len(files))
 
     place = cache_dir / f"{name}-{pipeline.name}-{_key(folder, files, pipeline)}"
     shape = (len(files), 3, CROP, CROP)
@@ -69,14 +69,14 @@ def open_store(
     if stored is not None:
         return stored
     try:
-        with exclusive(_beside(place, ".lock"), waiting) as held:
+        with exclusive(_beside(place, ".lock"), lambda: say("waiting for another process to decode", 0)) as held:
             stored = _read(place, shape)
             if stored is not None:
                 return stored
             if held:  # nobody else is writing: what lies here was left by a process that was killed
                 for leftover in cache_dir.glob(f"{place.name}.*.partial"):
                     leftover.unlink()
-            _build(place, folder, files, pipeline, shape, lambda done: say(f"decoding {name}", done, len(files)))
+            _build(place, folder, files, pipeline, shape, lambda done: say("decoding", done))
     except OSError as error:
         raise StoreError(
             f"cannot write the image store {place}.u8 ({math.prod(shape) / 2**20:.0f} MB): {error}; "
@@ -126,13 +126,13 @@ def damaged_stores(cache: Path) -> list[Path]:
 
 def store_leftovers(cache: Path) -> list[Path]:
     """Files of stores that were not finished, whose process is gone: it would still hold the store's lock."""
-    found = [(path, _UNFINISHED.fullmatch(path.name)) for path in sorted(cache.iterdir())]
-    return [path for path, name in found if name and _is_left(path, cache / name["store"])]
-
-
-def _is_left(path: Path, place: Path) -> bool:
-    finished = path.suffix == ".json" and _beside(place, ".u8").exists()
-    return not finished and is_free(_beside(place, ".lock"))
+    left = []
+    for path in sorted(cache.iterdir()):
+        if name := _UNFINISHED.fullmatch(path.name):
+            finished = path.suffix == ".json" and path.with_suffix(".u8").exists()
+            if not finished and is_free(cache / f"{name['store']}.lock"):
+                left.append(path)
+    return left
 
 
 def _whole(pixels: Path, shape: tuple[int, ...] | None = None, checksum: bool = True) -> bool:

@@ -19,14 +19,6 @@ from confitune.tasks.errors import DataError
 
 FOLDER = "cifar-100-python"
 ARCHIVE = Remote("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85")
-# All that CIFAR's files need. A pickle can otherwise name, and so run, any function.
-ALLOWED = {
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "_codecs.encode",
-}
 SOURCE = (
     "downloaded (169 MB), or unpack https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz "
     "so that the data folder holds cifar-100-python/"
@@ -77,9 +69,9 @@ class _ArraysOnly(pickle.Unpickler):
     """Reads numbers, strings, lists, mappings and arrays, and refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a batch of images has no use for")
-        if name == "_reconstruct":
-            # Its module moved in numpy 2. `_reconstruct` is what an array's own pickle calls.
-            return np.zeros(0).__reduce__()[0]
-        return super().find_class(module, name)
+        # All that CIFAR's files need. A pickle can otherwise name, and so run, any function.
+        if f"{module}.{name}" in ("numpy.ndarray", "numpy.dtype", "_codecs.encode"):
+            return super().find_class(module, name)
+        if f"{module}.{name}" in ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"):
+            return np.zeros(0).__reduce__()[0]  # what an array's own pickle calls; its module moved in numpy 2
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a batch of images has no use for")

@@ -26,7 +26,7 @@ def read_folder(path: Path) -> ImageSet:
     """All images, class by class in sorted order, each class's files sorted by name."""
     if not os.path.isdir(path):  # also for a path that is too long, where pathlib raises
         raise DataMissingError(f"the folder {path} is not there; write folder:PATH with the path of your images")
-    if not (_folders_in(path / "train") and _folders_in(path / "test")):
+    if not (folders_in(path / "train") and folders_in(path / "test")):
         files, labels, classes = _class_folders(path, path)
         train, test = stratified_split(labels, classes)
     else:
@@ -45,7 +45,7 @@ def read_folder(path: Path) -> ImageSet:
 
 def _class_folders(root: Path, path: Path) -> tuple[list[ImageFile], list[int], list[str]]:
     """Files (named from `root`), labels and class names of the class folders in `path`."""
-    classes = _folders_in(path)
+    classes = folders_in(path)
     if len(classes) < 2:
         raise DataError(f"{path} holds {len(classes)} class folders, two are the least; {LAYOUT}")
     seen: dict[str, str] = {}
@@ -57,23 +57,25 @@ def _class_folders(root: Path, path: Path) -> tuple[list[ImageFile], list[int], 
     files: list[ImageFile] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = _images_below(path / name)
+        found = images_below(path / name)
         if not found:
-            inside = ", it holds folders without images" if _folders_in(path / name) else ""
+            inside = ", it holds folders without images" if folders_in(path / name) else ""
             raise DataError(f"the class folder {path / name} holds no images{inside}; fill or remove it. {LAYOUT}")
         files += [ImageFile(file.relative_to(root).as_posix()) for file in found]
         labels += [label] * len(found)
     return files, labels, classes
 
 
-def _images_below(folder: Path) -> list[Path]:
+def images_below(folder: Path) -> list[Path]:
+    """Image files in a folder and in the folders inside it, sorted; hidden ones do not count."""
     # A broken link is listed too: it is then reported as unreadable instead of silently left out.
     found = (path for path in folder.rglob("*") if is_image_name(path.name) and not path.is_dir())
     shown = (path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
     return sorted(shown, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def _folders_in(path: Path) -> list[str]:
+def folders_in(path: Path) -> list[str]:
+    """Names of the folders in a folder, sorted, without hidden ones."""
     if not path.is_dir():
         return []
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
