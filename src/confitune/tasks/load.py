@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,14 +75,8 @@ def load_tasks(
             if order_seed or classes_per_task is not None:
                 raise DataError(f"{part.own} makes its tasks itself: leave order_seed and classes_per_task out")
             own = part.own.load(normalise.mean, normalise.std, data)
-            counted = f"{part.own} has {len(own)} tasks"
-            return _Source(
-                _plain(Path(part.own.module).name.removesuffix(".py")),
-                len(own),
-                counted,
-                own.unused_classes,
-                lambda: own,
-            )
+            label = _plain(Path(part.own.module).name.removesuffix(".py"))
+            return _Source(label, len(own), f"{part.own} has {len(own)} tasks", own.unused_classes, lambda: own)
         images = READERS[part.info](Path(part.folder or data), download)
         number = len(images.classes)
         usual = part.info.classes_per_task or (number // 5 if number >= 10 else 2)
@@ -118,9 +113,11 @@ def load_tasks(
         counted = f"{name} has {len(chosen)} tasks" if joined else sources[parts[0].key].counted
         raise DataError(f"{counted}, so tasks={tasks} is impossible; give a number from 1 to {len(chosen)}")
     made = {key: source.make() for key, source in sources.items()}
-    if joined:
-        for key, prefix in _prefixes(sources).items():
-            made[key] = [replace(task, name=prefix + task.name) for task in made[key]]
+    labels: Counter[str] = Counter()
+    for key, source in sources.items() if joined else ():
+        labels[source.label] += 1  # datasets of the same label are numbered
+        prefix = source.label if labels[source.label] == 1 else f"{source.label}-{labels[source.label]}"
+        made[key] = [replace(task, name=f"{prefix}-{task.name}") for task in made[key]]
     unused = tuple(left for source in sources.values() for left in source.unused)
     return TaskSequence(name, pipeline, tuple(made[key][index] for key, index in chosen[:tasks]), unused)
 
@@ -160,17 +157,6 @@ class _Source:
     counted: str  # the same in words
     unused: tuple[str, ...]
     make: Callable[[], Sequence[Task]]
-
-
-def _prefixes(sources: Mapping[str, _Source]) -> dict[str, str]:
-    """What names of tasks begin with; sources of the same label are numbered."""
-    found: dict[str, str] = {}
-    for key, source in sources.items():
-        prefix, number = f"{source.label}-", 2
-        while prefix in found.values():
-            prefix, number = f"{source.label}-{number}-", number + 1
-        found[key] = prefix
-    return found
 
 
 def _pipeline(info: DatasetInfo, name: str, preprocess: Preprocess) -> Pipeline:

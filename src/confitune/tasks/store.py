@@ -70,19 +70,18 @@ def open_store(
         return stored
     try:
         with exclusive(_beside(place, ".lock"), lambda: say("waiting for another process to decode", 0)) as held:
-            stored = _read(place, shape)
-            if stored is not None:
-                return stored
-            if held:  # nobody else is writing: what lies here was left by a process that was killed
-                for leftover in cache_dir.glob(f"{place.name}.*.partial"):
-                    leftover.unlink()
-            _build(place, folder, files, pipeline, shape, lambda done: say("decoding", done))
+            stored = _read(place, shape)  # another process may have built it meanwhile
+            if stored is None:
+                if held:  # nobody else is writing: what lies here was left by a process that was killed
+                    for leftover in cache_dir.glob(f"{place.name}.*.partial"):
+                        leftover.unlink()
+                _build(place, folder, files, pipeline, shape, lambda done: say("decoding", done))
+                stored = _read(place, shape)
     except OSError as error:
         raise StoreError(
             f"cannot write the image store {place}.u8 ({math.prod(shape) / 2**20:.0f} MB): {error}; "
             "free some space or set cache_dir (or CONFITUNE_CACHE) to another folder"
         ) from error
-    stored = _read(place, shape)
     if stored is None:
         raise StoreError(f"the image store {place}.u8 was written but reads back differently; check the disk")
     return stored
