@@ -25,7 +25,7 @@ from confitune.experiments.cluster.worker import Errand, work
 from confitune.experiments.job import LOCK, RESULT, TrainingError
 from confitune.experiments.local import LocalPlace
 from confitune.experiments.runner import plan_recipe
-from confitune.tasks import exclusive
+from confitune.files import exclusive
 
 HERE = Path(__file__).parent
 STORE = 100 * 2**20

@@ -23,7 +23,7 @@ from confitune.experiments.local import LocalPlace
 from confitune.experiments.paper import chosen_options, reported, reported_datasets
 from confitune.experiments.reproduce import Scope, reproduce
 from confitune.metrics import mean_and_interval
-from confitune.tasks import dataset_info, pipelines, store
+from confitune.tasks import dataset_info, decode, store
 from confitune.tasks.datasets import cifar100
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -100,9 +100,9 @@ def write_flowers(data_dir):
 @pytest.fixture(autouse=True, scope="module")
 def _small_images():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (pipelines, store, cifar100):
+        for module in (decode, store, cifar100):
             patch.setattr(module, "CROP", 32)
-        for module in (pipelines, cifar100):
+        for module in (decode, cifar100):
             patch.setattr(module, "RESIZE", 36)
         yield
 

@@ -15,8 +15,8 @@ from confitune.errors import ConfituneError
 from confitune.experiments import make_recipe, run_folder, run_recipe
 from confitune.experiments.job import TrainingError
 from confitune.experiments.local import LocalPlace
+from confitune.files import exclusive
 from confitune.nn import create_backbone, state_sha256
-from confitune.tasks import exclusive
 
 
 def contents(folder):

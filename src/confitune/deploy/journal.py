@@ -36,8 +36,7 @@ from confitune.deploy.format import (
 from confitune.deploy.layout import append_at, file_name, foreign_files, is_bundle, own_files
 from confitune.deploy.state import State, is_newest, read_state, state_before
 from confitune.engine import versions
-from confitune.files import sync_folder, write_whole
-from confitune.tasks import exclusive
+from confitune.files import exclusive, sync_folder, write_whole
 
 _log = logging.getLogger(__name__)
 

@@ -26,9 +26,10 @@ from confitune.engine import (
 from confitune.errors import ConfituneError
 from confitune.experiments.job import LOCK, RESULT, Job, TrainingError
 from confitune.experiments.recipe import Recipe
+from confitune.files import exclusive
 from confitune.nn import Backbone, ContinualNet, create_backbone
 from confitune.ranks import Ranks
-from confitune.tasks import Progress, TaskSequence, exclusive
+from confitune.tasks import Progress, TaskSequence
 
 
 def load_backbone(recipe: Recipe) -> Backbone:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from confitune.tasks import DataError, TaskSequence, load_tasks
-from confitune.tasks.datasets import photos
+from confitune.tasks.datasets import bundled
 
 GREY = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 
@@ -45,13 +45,13 @@ def test_photos_are_the_same_every_time_and_do_not_depend_on_class_order(photo_t
 def test_train_and_test_patches_lie_in_different_cells(width: int, height: int, name: str) -> None:
     owner = np.full((height, width), -1)
     for number, split in enumerate(("train", "test")):
-        for left, top, right, bottom in photos.board_cells((width, height), split):
+        for left, top, right, bottom in bundled.board_cells((width, height), split):
             assert (owner[top:bottom, left:right] == -1).all()
             owner[top:bottom, left:right] = number
     assert (owner >= 0).all()
     for number, split in enumerate(("train", "test")):
-        boxes = photos.patch_boxes(name, (width, height), split)
-        assert len(boxes) == photos.PATCHES[split]
+        boxes = bundled.patch_boxes(name, (width, height), split)
+        assert len(boxes) == bundled.PATCHES[split]
         for left, top, right, bottom in boxes:
             assert right - left == bottom - top >= 32
             assert owner[top:bottom, left:right].shape == (bottom - top, right - left)
@@ -59,7 +59,7 @@ def test_train_and_test_patches_lie_in_different_cells(width: int, height: int, 
 
 
 def test_patches_use_all_cells_and_sizes() -> None:
-    boxes = photos.patch_boxes("any", (600, 600), "train")
+    boxes = bundled.patch_boxes("any", (600, 600), "train")
     assert len({(left // 200, top // 200) for left, top, _, _ in boxes}) == 5
     sides = [right - left for left, _, right, _ in boxes]
     assert min(sides) < 60
@@ -67,10 +67,10 @@ def test_patches_use_all_cells_and_sizes() -> None:
 
 
 def test_missing_photographs_are_named(monkeypatch) -> None:
-    monkeypatch.setattr(photos, "PHOTOGRAPHS", {"skimage/data": ["unicorn.png"]})
+    monkeypatch.setattr(bundled, "PHOTOGRAPHS", {"skimage/data": "unicorn.png"})
     with pytest.raises(DataError, match=r"unicorn\.png, which this version of skimage lacks"):
         load_tasks("photos", **GREY)
-    monkeypatch.setattr(photos, "PHOTOGRAPHS", {"no_such_package/data": ["unicorn.png"]})
+    monkeypatch.setattr(bundled, "PHOTOGRAPHS", {"no_such_package/data": "unicorn.png"})
     with pytest.raises(DataError, match="no_such_package, which is not installed"):
         load_tasks("photos", **GREY)
 
