@@ -7,7 +7,7 @@ over a task's images with the final weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.nn.geometry import Size
 from confitune.nn.parts.input_means import Statistics
+from confitune.nn.parts.norms import batch_norms
 from confitune.nn.parts.part import Part
 
 Seen = tuple[Size | None, tuple[Size | None, ...]]
@@ -114,8 +115,7 @@ class Observer:
 
     # ---- a pass with the final weights -----------------------------------------------------------------------------
 
-    def _moments(self) -> list[Tensor]:
-        norms = (m for m in self._backbone.modules() if isinstance(m, _BatchNorm) and m.track_running_stats)
+    def _moments(self, norms: Iterable[_BatchNorm]) -> list[Tensor]:
         return [moment for norm in norms for moment in (norm.running_mean, norm.running_var) if moment is not None]
 
     @contextmanager
@@ -124,11 +124,11 @@ class Observer:
 
         Gives a function to be called after each batch.
         """
-        norms = [m for m in self._backbone.modules() if isinstance(m, _BatchNorm)]
-        momenta, moments, batches = [norm.momentum for norm in norms], self._moments(), 0
-        if [(s.device, s.dtype) for s in self._sums] != [(m.device, m.dtype) for m in moments]:
+        norms = [norm for norm in batch_norms(self._backbone) if norm.training]  # others keep what they have
+        momenta, moments, batches = [norm.momentum for norm in norms], self._moments(norms), 0
+        if [(s.shape, s.device, s.dtype) for s in self._sums] != [(m.shape, m.device, m.dtype) for m in moments]:
             self._sums = [torch.empty_like(moment) for moment in moments]
-        with torch.no_grad():
+        if moments:
             torch._foreach_zero_([*self._sums, *moments])  # what is not finite must not live on
 
         def add() -> None:
@@ -154,7 +154,10 @@ class Observer:
 
     def finite(self) -> Tensor:
         """Whether all moments and input means are finite, as a tensor that nobody has waited for."""
-        found = [*self._moments(), *(table for inputs in self._inputs for table in inputs.tables)]
+        found = [
+            *self._moments(batch_norms(self._backbone)),
+            *(table for inputs in self._inputs for table in inputs.tables),
+        ]
         if not found:
             return torch.tensor(True)
         return torch.stack(torch._foreach_norm(found, float("inf"))).isfinite().all()
