@@ -14,10 +14,13 @@ from confitune.nn.pairing import Flow
 class Net(nn.Module):
     """conv and bn, and a forward to be written by each test."""
 
-    def __init__(self, norm: nn.Module | None = None) -> None:
+    def __init__(self, run=lambda net, x: net.bn(net.conv(x)), conv: nn.Module | None = None) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 3, 3, padding=1)
-        self.bn = norm or nn.BatchNorm2d(3)
+        self.conv, self.bn, self.other = conv or nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
 
 
 def pairs(flow: Flow) -> dict[str, str]:
@@ -32,157 +35,81 @@ def fallback(model: nn.Module) -> str:
     return reason
 
 
-class InPlaceRelu(Net):
+def through_a_view(net: Net, x: Tensor) -> Tensor:
+    y = net.conv(x)
+    y.flatten(1).relu_()  # the same memory: y itself is changed
+    return net.bn(y)
+
+
+def added_in_place(net: Net, x: Tensor) -> Tensor:
+    y = net.conv(x)
+    y += x
+    return net.bn(y)
+
+
+class Scaled(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
-        return self.bn(functional.relu(self.conv(x), inplace=True))
-
-
-class HandedThrough(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(self.conv(x).relu().contiguous().to(x.dtype))  # the last two hand back what they got
-
-
-class InPlaceThroughAView(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        y.flatten(1).relu_()  # the same memory: y itself is changed
-        return self.bn(y)
-
-
-class Dropout(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(functional.dropout(self.conv(x), 0.5, self.training))
-
-
-class Addition(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(self.conv(x) + x)
-
-
-class AdditionInPlace(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        y += x
-        return self.bn(y)
-
-
-class Reshaped(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(self.conv(x).transpose(2, 3))
-
-
-class FunctionalConvolution(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(functional.conv2d(x, self.conv.weight, padding=1))
-
-
-class ScaledOutput(Net):
-    class Conv(nn.Conv2d):
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * super().forward(x)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = self.Conv(3, 3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(self.conv(x))
+        return 2 * super().forward(x)
 
 
 @pytest.mark.parametrize(
     ("net", "maker"),
     [
-        (InPlaceRelu, "relu"),
-        (HandedThrough, "relu"),
-        (Dropout, "dropout"),
-        (Addition, "add"),
-        (AdditionInPlace, "add"),
-        (Reshaped, "transpose"),
-        (FunctionalConvolution, "conv2d"),
-        (ScaledOutput, "mul"),
-        (InPlaceThroughAView, "no operation that was seen"),
+        (Net(lambda net, x: net.bn(functional.relu(net.conv(x), inplace=True))), "relu"),
+        (Net(lambda net, x: net.bn(net.conv(x).relu().contiguous().to(x.dtype))), "relu"),  # two that hand back
+        (Net(lambda net, x: net.bn(functional.dropout(net.conv(x), 0.5, net.training))), "dropout"),
+        (Net(lambda net, x: net.bn(net.conv(x) + x)), "add"),
+        (Net(added_in_place), "add"),
+        (Net(lambda net, x: net.bn(net.conv(x).transpose(2, 3))), "transpose"),
+        (Net(lambda net, x: net.bn(functional.conv2d(x, net.conv.weight, padding=1))), "conv2d"),
+        (Net(conv=Scaled(3, 3, 3)), "mul"),
+        (Net(through_a_view), "no operation that was seen"),
     ],
 )
 def test_anything_between_convolution_and_norm_is_seen_and_named(net, maker):
-    assert fallback(net()) == f"reads the output of {maker}"
+    assert fallback(net) == f"reads the output of {maker}"
 
 
-class ConvTwice(Net):
+class Rectified(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
-        return self.bn(self.conv(self.conv(x)))
+        return super().forward(x.relu())
 
 
-class NormTwice(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(self.bn(self.conv(x)))
-
-
-class NormUnused(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x)
-
-
-class ChangedInput(Net):
-    class Conv(nn.Conv2d):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.relu())
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = self.Conv(3, 3, 3)
+class PaddedWithOnes(nn.Conv2d):
+    """The amount agrees with what it says, the value does not."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.bn(self.conv(x))
+        return functional.conv2d(functional.pad(x, (1, 1, 1, 1), value=1.0), self.weight, self.bias)
 
 
-class PaddedByItself(ChangedInput):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = StdConv2dSame(3, 3, 3, stride=2)  # pads as TensorFlow does, and is no Conv2dSame
-
-
-class PaddedWithOnes(ChangedInput):
-    class Conv(nn.Conv2d):
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.conv2d(functional.pad(x, (1, 1, 1, 1), value=1.0), self.weight, self.bias)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = self.Conv(3, 3, 3, padding=1)  # the amount agrees with what it says, the value does not
+CHANGES = "its convolution conv changes its input before convolving"
 
 
 @pytest.mark.parametrize(
     ("net", "reason"),
     [
-        (ConvTwice, "its convolution conv is called more than once"),
-        (NormTwice, "is called more than once"),
-        (NormUnused, "is not called in a forward pass"),
-        (ChangedInput, "its convolution conv changes its input before convolving"),
-        (PaddedByItself, "its convolution conv changes its input before convolving"),
-        (PaddedWithOnes, "its convolution conv changes its input before convolving"),
+        (Net(lambda net, x: net.bn(net.conv(net.conv(x)))), "its convolution conv is called more than once"),
+        (Net(lambda net, x: net.bn(net.bn(net.conv(x)))), "is called more than once"),
+        (Net(lambda net, x: net.conv(x)), "is not called in a forward pass"),
+        (Net(conv=Rectified(3, 3, 3)), CHANGES),
+        (Net(conv=StdConv2dSame(3, 3, 3, stride=2)), CHANGES),  # pads as TensorFlow does, and is no Conv2dSame
+        (Net(conv=PaddedWithOnes(3, 3, 3, padding=1)), CHANGES),
     ],
 )
 def test_what_cannot_be_recovered_keeps_all_its_moments(net, reason):
-    assert fallback(net()) == reason
+    assert fallback(net) == reason
 
 
-class Twofold(Net):
+def twofold(net: Net, x: Tensor) -> Tensor:
     """The convolution's output goes to the norm and elsewhere, unchanged and then changed in place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        z = self.bn(y)
-        return z + y.relu_()
+    y = net.conv(x)
+    z = net.bn(y)
+    return z + y.relu_()
 
 
-class TwoNorms(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.BatchNorm2d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        return self.bn(y) + self.other(y)
+def two_norms(net: Net, x: Tensor) -> Tensor:
+    y = net.conv(x)
+    return net.bn(y) + net.other(y)
 
 
 class Swapped(nn.Module):
@@ -207,8 +134,8 @@ class Leaky(nn.BatchNorm2d):
 @pytest.mark.parametrize(
     ("make", "found"),
     [
-        (Twofold, {"bn": "conv"}),
-        (TwoNorms, {"bn": "conv", "other": "conv"}),
+        (lambda: Net(twofold), {"bn": "conv"}),
+        (lambda: Net(two_norms), {"bn": "conv", "other": "conv"}),
         (Swapped, {"bn1": "conv2", "bn2": "conv1"}),
         (
             lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Identity(), nn.Sequential(), nn.BatchNorm2d(4)),
@@ -241,13 +168,8 @@ def test_a_linear_layer_on_more_than_vectors_is_left_alone():
 
 
 def test_tracing_runs_for_real_where_meta_tensors_cannot_go():
-    class DataDependent(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.conv(x)
-            return self.bn(y) if bool(torch.isfinite(y).all()) else y
-
     torch.manual_seed(0)
-    model, x = DataDependent(), torch.rand(2, 3, 6, 6)
+    model, x = Net(lambda net, x: net.bn(y) if bool((y := net.conv(x)).isfinite().all()) else y), torch.rand(2, 3, 6, 6)
     running, state = model.bn.running_mean.clone(), torch.get_rng_state()
     assert pairs(trace_flow(model, x)) == {"bn": "conv"}
     assert torch.equal(model.bn.running_mean, running)
@@ -256,10 +178,7 @@ def test_tracing_runs_for_real_where_meta_tensors_cannot_go():
 
 
 def test_a_network_that_does_not_run_says_on_what():
-    class Picky(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.bn(self.conv(x)) + torch.zeros(7, 7)
-
-    with pytest.raises(ConfituneError, match=r"Picky does not run .* shape \(2, 3, 224, 224\).*pass example_input"):
-        trace_flow(Picky())
-    assert pairs(trace_flow(Picky(), torch.zeros(2, 3, 7, 7))) == {"bn": "conv"}
+    picky = Net(lambda net, x: net.bn(net.conv(x)) + torch.zeros(7, 7))
+    with pytest.raises(ConfituneError, match=r"Net does not run .* shape \(2, 3, 224, 224\).*pass example_input"):
+        trace_flow(picky)
+    assert pairs(trace_flow(picky, torch.zeros(2, 3, 7, 7))) == {"bn": "conv"}

@@ -67,20 +67,6 @@ def test_a_finished_task_stays_bit_identical_while_others_move_the_weights(net, 
     assert_same(net.task_state_dict("a"), stored)
 
 
-def test_a_head_goes_with_the_last_task_of_its_size(net, learn):
-    for seed, (task, classes) in enumerate({"a": 2, "b": 3, "c": 3}.items()):
-        learn(net, task, classes, seed=seed)
-    expected = net.eval()(torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)), "a")
-    net.drop_task("b")
-    assert set(net.head.linears) == {"2", "3"}
-    net.drop_task("c")
-    assert set(net.head.linears) == {"2"}
-    found = net(torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)), "a")
-    assert torch.equal(found, expected)
-    learn(net.train(), "d", 3, seed=9)
-    assert set(net.head.linears) == {"2", "3"}
-
-
 def test_live_tensors_keep_their_addresses(net, learn):
     learn(net, "a", 2, seed=1)
     learn(net, "b", 3, seed=2)
@@ -123,22 +109,6 @@ def test_leaving_a_task_in_the_middle_of_training_loses_nothing(net, learn):
         network.finish_task()
     assert_same(snapshot(net), snapshot(uninterrupted))
     assert_same(net.task_state_dict("b"), uninterrupted.task_state_dict("b"))
-
-
-def test_two_unfinished_tasks_keep_apart(net, learn):
-    learn(net, "a", 2, seed=1, finish=False)
-    learn(net, "b", 2, seed=2, finish=False)
-    states = {}
-    for task in "ab":
-        net.set_task(task)
-        states[task] = snapshot(net)
-        assert not net.tasks[task].finished
-    net.set_task("a")
-    assert_same(snapshot(net), states["a"])
-    assert not torch.equal(states["a"]["backbone.bn.bias"], states["b"]["backbone.bn.bias"])
-    net.finish_task()
-    net.set_task("b")
-    assert_same(snapshot(net), states["b"])
 
 
 @pytest.mark.parametrize("finish", [True, False], ids=["finished", "in training"])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import unfold
 
 from confitune.errors import ConfituneError
-from confitune.nn import ContinualNet, ConvGeometry, Head, InputMeans, XconvNorms
+from confitune.nn import ConvGeometry, InputMeans
 
 
 def windows(x: Tensor, conv: nn.Conv2d) -> Tensor:
@@ -24,93 +24,6 @@ def phases(x: Tensor, stride: tuple[int, int]) -> Tensor:
     down, right = stride
     means = [x[:, :, a::down, b::right].mean((0, 2, 3)) for a in range(down) for b in range(right)]
     return torch.stack(means, 1).reshape(x.shape[1], down, right)
-
-
-def two_layers() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 1)),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Conv2d(4, 3, 3, stride=2, padding=1, groups=1),
-        nn.BatchNorm2d(3),
-    ).double()
-
-
-@pytest.mark.parametrize("means", ["window", "phase"])
-def test_running_means_are_an_exponential_average_that_the_first_batch_sets(xconv, means):
-    torch.manual_seed(0)
-    model = two_layers().train()
-    part = xconv(model, means=means)
-    seen: dict[int, list[Tensor]] = {0: [], 3: []}
-    for place, inputs in seen.items():
-        model[place].register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0].detach().clone()))
-    for batch in range(4):
-        model(torch.rand(3 + batch, 2, 8, 6, dtype=torch.float64) * (batch + 1))
-    for place, inputs in seen.items():
-        conv = model[place]
-        of = [windows(x, conv) if means == "window" else phases(x, conv.stride) for x in inputs]
-        expected = of[0]
-        for mean in of[1:]:
-            expected = 0.9 * expected + 0.1 * mean
-        inputs = part.layers[str(place + 1)].inputs
-        torch.testing.assert_close(inputs.view(0), expected, rtol=0, atol=1e-12)
-        assert inputs.batches == 4
-
-
-def test_momentum_none_is_a_cumulative_average_as_in_batch_norm(xconv):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, momentum=None)).double().train()
-    layer = xconv(model).layers["1"]
-    batches = [torch.rand(2, 2, 5, 5, dtype=torch.float64) + i for i in range(3)]
-    for x in batches:
-        model(x)
-    expected = torch.stack([windows(x, model[0]) for x in batches]).mean(0)
-    torch.testing.assert_close(layer.inputs.view(0), expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(layer.recovered_mean(), model[1].running_mean, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("means", ["window", "phase"])
-def test_a_pass_averages_plainly_with_the_final_weights(means):
-    torch.manual_seed(0)
-    backbone = nn.Sequential(*two_layers(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    net = ContinualNet(backbone, [XconvNorms(means, "pass"), Head()])
-    net.add_task("a", 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    batches = [torch.rand(4, 2, 8, 6, dtype=torch.float64) * (i + 1) - i for i in range(3)]
-    for x in batches:
-        optimizer.zero_grad()
-        net.train()(x).square().sum().backward()
-        optimizer.step()
-    assert net.observer.counts == [(0, 0), (0, 0)]
-    # The oracle is the same network without any conversion, in training mode, watched from outside.
-    plain = nn.Sequential(*two_layers(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).train()
-    plain.load_state_dict(net.backbone.state_dict())
-    inputs: dict[int, list[Tensor]] = {0: [], 3: []}
-    variances: dict[int, list[Tensor]] = {0: [], 3: []}
-
-    def watch(place: int) -> None:
-        def hook(conv: nn.Conv2d, args: tuple[Tensor], output: Tensor) -> None:
-            inputs[place].append(windows(args[0], conv) if means == "window" else phases(args[0], conv.stride))
-            variances[place].append(output.transpose(0, 1).flatten(1).var(1))  # unbiased, as batch norm's running one
-
-        plain[place].register_forward_hook(hook)
-
-    watch(0)
-    watch(3)
-    with torch.no_grad():
-        for x in batches:
-            plain(x)
-    momenta = [norm.momentum for norm in (net.backbone[1], net.backbone[4])]
-    assert bool(net.measure(iter(batches)))
-    net.finish_task()
-    stored = net.task_state_dict("a")
-    for place in (0, 3):
-        expected_means = torch.stack(inputs[place]).mean(0)
-        expected_variance = torch.stack(variances[place]).mean(0)
-        torch.testing.assert_close(stored[f"{place}.input_means"], expected_means, rtol=0, atol=1e-12)
-        torch.testing.assert_close(stored[f"{place + 1}.running_var"], expected_variance, rtol=0, atol=1e-12)
-    assert net.training
-    assert momenta == [norm.momentum for norm in (net.backbone[1], net.backbone[4])] == [0.1, 0.1]
 
 
 def test_only_tracked_training_batches_count(xconv):
@@ -303,14 +216,6 @@ def test_live_state_goes_on_to_the_same_bits_while_batches_are_pending(means, mo
     assert_tables(again, averaged(batches[:4], means, momentum), atol=1e-5)
 
 
-def test_live_state_of_nothing_is_nothing():
-    statistics = seen(tracker(), drawn(2))
-    statistics.load_live_state(tracker().live_state())
-    assert (statistics.size, statistics.batches) == (None, 0)
-    seen(statistics, drawn(1, seed=5))
-    assert_tables(statistics, averaged(drawn(1, seed=5), "window", 0.1), atol=1e-6)
-
-
 def test_restoring_drops_what_is_pending():
     statistics = seen(tracker(), drawn(3))
     for table in statistics._tables:
@@ -353,17 +258,6 @@ def test_moving_loses_no_pending_batch(momentum, move):
     seen(shifted, [later[0] + 1e-9])
     share = 1 / 6 if momentum is None else momentum
     assert (shifted.tables[1] - base.tables[1]).mean().item() == pytest.approx(1e-9 * share, rel=1e-3)
-
-
-def test_a_size_that_comes_back_after_a_move_is_taken_in_anew():
-    statistics = seen(tracker(), drawn(2))
-    statistics.reset()
-    seen(statistics, [torch.rand(2, 2, 4, 4)])
-    statistics.double()
-    statistics.reset()
-    batches = drawn(2, seed=4, dtype=torch.float64)
-    seen(statistics, batches)  # 6 x 5 once more
-    assert_tables(statistics, averaged(batches, "window", 0.1), atol=1e-12)
 
 
 def test_planes_of_one_size_keep_their_address():

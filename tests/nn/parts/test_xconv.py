@@ -17,16 +17,12 @@ from confitune.nn.parts import XconvLayer
 Pairs = dict[str, str]
 
 
-def resnet(layers: tuple[int, ...], convs: int, with_shortcut: tuple[int, ...]) -> Pairs:
-    """A stem, then blocks of `convs` convolutions; the first block of some layers has a 1x1 convolution as shortcut."""
-    pairs = {"bn1": "conv1"}
-    for layer, blocks in enumerate(layers, 1):
-        for block in range(blocks):
-            name = f"layer{layer}.{block}"
-            pairs |= {f"{name}.bn{n}": f"{name}.conv{n}" for n in range(1, convs + 1)}
-        if layer in with_shortcut:
-            pairs[f"layer{layer}.0.downsample.1"] = f"layer{layer}.0.downsample.0"
-    return pairs
+def resnet18() -> Pairs:
+    """A stem, then blocks of two convolutions; the first block of layers 2 to 4 has a 1x1 convolution as shortcut."""
+    blocks = [f"layer{layer}.{block}" for layer in (1, 2, 3, 4) for block in (0, 1)]
+    pairs = {f"{name}.bn{n}": f"{name}.conv{n}" for name in blocks for n in (1, 2)}
+    shortcuts = {f"layer{layer}.0.downsample.1": f"layer{layer}.0.downsample.0" for layer in (2, 3, 4)}
+    return {"bn1": "conv1"} | pairs | shortcuts
 
 
 def efficientnet(repeats: tuple[int, ...]) -> Pairs:
@@ -44,16 +40,6 @@ def efficientnet(repeats: tuple[int, ...]) -> Pairs:
     return pairs
 
 
-def regnet(depths: tuple[int, ...]) -> Pairs:
-    """Every convolution sits with its norm in a ConvNormAct; the squeeze-excitation has convolutions without norm."""
-    pairs = {"stem.bn": "stem.conv"}
-    for stage, blocks in enumerate(depths, 1):
-        for block in range(1, blocks + 1):
-            parts = ["conv1", "conv2", "conv3"] + (["downsample"] if block == 1 else [])
-            pairs |= {f"s{stage}.b{block}.{part}.bn": f"s{stage}.b{block}.{part}.conv" for part in parts}
-    return pairs
-
-
 def densenet(blocks: tuple[int, ...]) -> tuple[Pairs, set[str]]:
     """norm1 of a dense layer, the transitions and the last norm read a concatenation; norm2 reads conv1."""
     pairs, concatenated = {"features.norm0": "features.conv0"}, {"features.norm5"}
@@ -66,34 +52,16 @@ def densenet(blocks: tuple[int, ...]) -> tuple[Pairs, set[str]]:
     return pairs, concatenated
 
 
-def vgg(plan: str) -> Pairs:
-    """One Sequential: a convolution is followed by norm and ReLU, a pooling 'M' stands alone."""
-    pairs, place = {}, 0
-    for kind in plan:
-        if kind == "C":
-            pairs[f"features.{place + 1}"] = f"features.{place}"
-        place += 3 if kind == "C" else 1
-    return pairs
-
-
 EXPECTED: dict[str, tuple[Pairs, set[str]]] = {
-    # Layer 1 of resnet18 keeps 64 channels at stride 1: no shortcut; resnet50's goes from 64 to 256 and has one.
-    "resnet18": (resnet((2, 2, 2, 2), 2, with_shortcut=(2, 3, 4)), set()),
-    "resnet50": (resnet((3, 4, 6, 3), 3, with_shortcut=(1, 2, 3, 4)), set()),
-    "mobilenetv2_100": (efficientnet((1, 2, 3, 4, 3, 3, 1)), set()),
+    # Layer 1 of resnet18 keeps 64 channels at stride 1: no shortcut.
+    "resnet18": (resnet18(), set()),
     "tf_efficientnet_lite0": (efficientnet((1, 2, 2, 3, 3, 4, 1)), set()),
-    "regnety_004": (regnet((1, 3, 6, 6)), set()),
     "densenet121": densenet((6, 12, 24, 16)),
-    "vgg11_bn": (vgg("CMCMCCMCCMCCM"), set()),
 }
 HOW_MANY = {
     "resnet18": 20,  # 1 + 2 * 8 + 3
-    "resnet50": 53,  # 1 + 3 * 16 + 4
-    "mobilenetv2_100": 52,  # 1 + 2 + 3 * 16 + 1
     "tf_efficientnet_lite0": 49,  # 1 + 2 + 3 * 15 + 1
-    "regnety_004": 53,  # 1 + 3 * 16 + 4
     "densenet121": 59,  # 1 + 58 dense layers
-    "vgg11_bn": 8,
 }
 
 
@@ -163,10 +131,9 @@ def test_every_recovered_mean_is_the_measured_one(zoo, xconv):
         assert error.max() < 1e-4, name
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenetv2_100"])
-def test_training_is_ordinary_batch_norm_bit_for_bit(name, xconv):
+def test_training_is_ordinary_batch_norm_bit_for_bit(xconv):
     torch.manual_seed(0)
-    model = randomise(timm.create_model(name, num_classes=5), momentum=0.1).train()
+    model = randomise(timm.create_model("tf_efficientnet_lite0", num_classes=5), momentum=0.1).train()
     own = copy.deepcopy(model)
     xconv(own)
     outputs = []
@@ -184,21 +151,6 @@ def test_training_is_ordinary_batch_norm_bit_for_bit(name, xconv):
     stock_state = model.state_dict()
     for key, ours in own.state_dict().items():
         assert torch.equal(ours, stock_state[key]), key
-
-
-def test_resnet_shortcuts_share_where_they_read_the_same_pixels(xconv):
-    sharing = {}
-    for name in ("resnet18", "resnet50"):
-        part = xconv(timm.create_model(name))
-        sharing[name] = {
-            conv: [table.shape[-1] for table in inputs.tables]
-            for conv, inputs in zip(part.readers, part.input_means, strict=True)
-            if len(inputs.readers) > 1
-        }
-    # A 1x1 shortcut reads what the middle tap of the 3x3 reads: one table of 3x3 windows for both.
-    assert sharing["resnet18"] == {f"layer{n}.0.conv1": [3] for n in (2, 3, 4)}
-    # From layer 2 on, conv1 (1x1, stride 1) reads every pixel and the shortcut (1x1, stride 2) a quarter of them.
-    assert sharing["resnet50"] == {"layer1.0.conv1": [1], **{f"layer{n}.0.conv1": [1, 1] for n in (2, 3, 4)}}
 
 
 def test_the_report_says_it_in_words(xconv):
@@ -364,11 +316,6 @@ def net(backbone) -> ContinualNet:
 
 def layers(net: ContinualNet) -> dict[str, XconvLayer]:
     return net.parts["norms"].layers
-
-
-def test_the_network_of_these_tests_is_paired_as_drawn(net):
-    assert net.parts["norms"].pairs == {"stem_bn": "stem", "bn": "conv", "shortcut_bn": "shortcut"}
-    assert net.parts["norms"].fallbacks == {"last_bn": "reads the output of add"}
 
 
 def test_an_old_task_is_normalised_by_what_its_data_would_measure_today():
