@@ -89,20 +89,6 @@ def test_untracked_batches_leave_everything_as_it_was(net):
     torch.testing.assert_close(means(net)[0], 0.9 * windows(x) + 0.1 * windows(y))
 
 
-@pytest.mark.parametrize(
-    ("parts", "statistics", "tracks"),
-    [
-        ([XconvNorms(), Head()], "running", True),
-        ([XconvNorms(statistics="pass"), Head()], "pass", False),
-        ([Norms(), Head()], "running", False),
-    ],
-    ids=["running", "pass", "no means"],
-)
-def test_who_takes_input_means_while_training(backbone, parts, statistics, tracks):
-    observer = ContinualNet(backbone(), parts).observer
-    assert (observer.statistics, observer.tracks) == (statistics, tracks)
-
-
 # ---- batches that Python does not see --------------------------------------------------------------------------------
 
 

@@ -246,7 +246,7 @@ class ContinualNet(nn.Module):
         elif self.training:
             raise ConfituneError(f"task {name!r} is finished; reopen({name!r}) to train it on")
         else:
-            self._check_size(x, name)
+            self._bank.require_size(name, _plane_of(x))
             self.prepare()
 
     def _forward_mixed(self, x: Tensor, index: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ class ContinualNet(nn.Module):
             raise ConfituneError("a mixed batch is for evaluation: batch moments belong to one task; call eval() first")
         names, place = tasks_of(index, len(x), list(self.tasks))
         for name in names:
-            self._check_size(x, name)
+            self._bank.require_size(name, _plane_of(x))
         current, version = self._current, self._weights_version()
         rows = [self._mixing.rows(name, version, self.prepare, keep=self.tasks[name].finished) for name in names]
         if current is not None:
@@ -262,15 +262,6 @@ class ContinualNet(nn.Module):
         with self._mixing.treating(rows, place):
             logits: Tensor = self.head(self.backbone(x))
         return logits
-
-    def _check_size(self, x: Tensor, task: str) -> None:
-        entry, size = self.tasks[task], self.tasks[task].image_size
-        sized = any(part.sized and part.name in entry.owns for part in self._parts)
-        if sized and entry.finished and size is not None and size != _plane_of(x):
-            raise ConfituneError(
-                f"task {task!r} was trained on {size[0]}x{size[1]} images, these are {x.shape[-2]}x{x.shape[-1]}; its "
-                "recovered means hold for the size it was trained on: resize the images"
-            )
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -331,17 +322,8 @@ class ContinualNet(nn.Module):
     @contextmanager
     def at_batch_moments(self) -> Iterator[None]:
         """Within, in evaluation mode, but batch norms use the moments of the batch at hand and keep nothing of them."""
-        norms = batch_norms(self.backbone)
-        keeping = [norm.track_running_stats for norm in norms]
-        with self._in_mode(training=False), torch.no_grad():
-            try:
-                for norm in norms:
-                    norm.train()
-                    norm.track_running_stats = False
-                yield
-            finally:
-                for norm, keeps in zip(norms, keeping, strict=True):
-                    norm.track_running_stats = keeps
+        with self._in_mode(training=False), self.observer.batch_moments(), torch.no_grad():
+            yield
 
     @contextmanager
     def _in_mode(self, training: bool) -> Iterator[None]:
@@ -399,11 +381,10 @@ class ContinualNet(nn.Module):
         device = next(self.backbone.parameters()).device
         self._bank.tasks.clear()
         for name, values in state["tasks"].items():
-            self._bank.tasks[name] = TaskEntry(**{**values, "row": values["row"].to(device, copy=True)})
-        counts = {len(entry.classes) for entry in self.tasks.values()}
-        for count in counts:
-            self.head.select(count)
-        self.head.keep_only(counts)  # the state may be from before a task
+            entry = TaskEntry(**{**values, "row": values["row"].to(device, copy=True)})
+            self._bank.tasks[name] = entry
+            self.head.select(len(entry.classes))
+        self.head.keep_only({len(entry.classes) for entry in self.tasks.values()})  # it may be from before a task
         self._current, self.observer.image_size = state["current"], state["image_size"]
         if self._current is not None:
             self.head.select(len(self.tasks[self._current].classes))

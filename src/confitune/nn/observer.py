@@ -67,6 +67,19 @@ class Observer:
             for inputs, tracking in zip(self._inputs, tracked, strict=True):
                 inputs.tracking = tracking
 
+    @contextmanager
+    def batch_moments(self) -> Iterator[None]:
+        """Within, batch norms use the moments of the batch at hand and keep nothing of them."""
+        norms = batch_norms(self._backbone)
+        before = [(norm.training, norm.track_running_stats) for norm in norms]
+        try:
+            for norm in norms:
+                norm.training, norm.track_running_stats = True, False
+            yield
+        finally:
+            for norm, (training, keeps) in zip(norms, before, strict=True):
+                norm.training, norm.track_running_stats = training, keeps
+
     def reset(self) -> None:
         """Forget the sizes and means of the task that was live."""
         for inputs in self._inputs:

@@ -70,6 +70,17 @@ class TaskBank:
         entry.row = torch.cat([tensor.reshape(-1) for part in parts for tensor in part.live(finished).values()])
         entry.facts = {key: fact for part in parts for key, fact in part.facts().items()}
 
+    def require_size(self, task: str, size: Size | None) -> None:
+        """Raise where a finished task holds for images of another size."""
+        entry = self.tasks[task]
+        sized = entry.finished and any(self._parts[name].sized for name in entry.owns)
+        if sized and entry.image_size is not None and entry.image_size != size:
+            trained, given = ("x".join(map(str, plane or ("?",))) for plane in (entry.image_size, size))
+            raise ConfituneError(
+                f"task {task!r} was trained on {trained} images, these are {given}; its recovered means hold for the "
+                "size it was trained on: resize the images"
+            )
+
     def require_pretrained_without(self, owns: Iterable[str]) -> None:
         """Raise where a task that owns only these parts has nothing for the others."""
         if unknown := set(owns) - set(self._parts):
