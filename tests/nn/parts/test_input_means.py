@@ -26,28 +26,6 @@ def phases(x: Tensor, stride: tuple[int, int]) -> Tensor:
     return torch.stack(means, 1).reshape(x.shape[1], down, right)
 
 
-def test_only_tracked_training_batches_count(xconv):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).eval()
-    part = xconv(model)
-    layer, x = part.layers["1"], torch.rand(2, 2, 5, 5)
-    model(x)
-    assert layer.inputs.batches == 0
-    with pytest.raises(ConfituneError, match="no input statistics yet"):
-        layer.recovered_mean()
-    model.train()
-    part.train()
-    layer.inputs.tracking = False
-    model(x)
-    assert layer.inputs.batches == 0
-    layer.inputs.tracking = True
-    model(x)
-    torch.testing.assert_close(layer.inputs.view(0), windows(x, model[0]))
-    layer.inputs.reset()
-    model(2 * x)  # sets again instead of averaging
-    torch.testing.assert_close(layer.inputs.view(0), windows(2 * x, model[0]))
-
-
 def test_two_sizes_in_one_task_are_refused(xconv):
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).train()
     xconv(model)

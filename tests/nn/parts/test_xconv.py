@@ -337,22 +337,6 @@ def test_an_old_task_is_normalised_by_what_its_data_would_measure_today():
     assert (stale - today).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("means", ["window", "phase"])
-def test_prepare_puts_what_is_recovered_into_the_layers(backbone, learn, means):
-    torch.manual_seed(0)
-    net = ContinualNet(backbone(), [XconvNorms(means), Head()])
-    for seed, task in enumerate("abc"):
-        learn(net, task, 2 + seed, seed=seed, size=8 + seed)  # phase means count at the size they were measured at
-    found = {}
-    for task in "abc":
-        net.prepare(task)
-        found[task] = net.backbone.bn.running_mean.clone()
-        for name, layer in layers(net).items():
-            assert torch.equal(layer.norm.running_mean, layer.recovered_mean()), (task, name)
-    assert not torch.allclose(found["a"], found["b"])
-    assert not torch.allclose(found["b"], found["c"])
-
-
 def test_an_unfinished_task_is_evaluated_with_the_ordinary_running_mean(net, backbone):
     stock = backbone().train()
     stock.load_state_dict(net.backbone.state_dict())
