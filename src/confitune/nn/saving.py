@@ -20,8 +20,9 @@ def shared_state(backbone: nn.Module, parts: Iterable[Part]) -> dict[str, Tensor
     in_backbone = [part for part in parts if not isinstance(part, Head)]  # whose names may be those of layers
     own = {key for part in in_backbone for key in part.live(False)}
     own |= {f"{key.rpartition('.')[0]}.num_batches_tracked" for key in own}
-    state = {key: tensor.detach() for key, tensor in backbone.state_dict().items() if key not in own}
-    return state | {key: tensor for part in in_backbone for key, tensor in part.pretrained().items()}
+    layers = backbone.state_dict()
+    state = {key: tensor.detach() for key, tensor in layers.items() if key not in own}
+    return state | {key: kept for part in in_backbone for key, kept in part.pretrained().items() if key in layers}
 
 
 @torch.no_grad()

@@ -100,8 +100,7 @@ class TaskBank:
             live, values = part.live(entry.finished and owned), kept if owned else part.pretrained()
             if live:
                 torch._foreach_copy_(list(live.values()), [values[key] for key in live])
-            if owned:
-                part.restore(entry.facts)
+            part.restore(entry.facts)
 
     def named(self, entry: TaskEntry) -> dict[str, Tensor]:
         """A task's row as named views. Keys name layers, never the task, so a saved task can be renamed or moved."""

@@ -1,7 +1,7 @@
 """A part that nobody thought of: the protocol is all that it needs, and all that the network knows of it."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -12,24 +12,41 @@ from confitune.nn import ContinualNet, Head, Norms, Part, XconvNorms
 
 
 class FeatureScales(Part):
-    """One factor for each feature, of each task's own; a task starts from ones."""
+    """One factor for each feature, of each task's own; a task starts from ones, and one without has ones.
+
+    A finished task's factors are made ready once, which has to be undone when another task comes to live.
+    """
 
     name = "scales"
 
     def attach(self, backbone: nn.Module, flow) -> None:
         self.scale = nn.Parameter(torch.ones(flow.features[0]))
         self.mixed: Tensor | None = None
+        self.ready: Tensor | None = None
         backbone.register_forward_hook(self.scaled)
 
     def scaled(self, backbone: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output * (self.scale if self.mixed is None else self.mixed)
+        return output * next(scale for scale in (self.mixed, self.ready, self.scale) if scale is not None)
 
     def live(self, finished: bool) -> dict[str, Tensor]:
         return {"scales": self.scale.detach()}
 
+    def pretrained(self) -> dict[str, Tensor]:
+        return {"scales": torch.ones_like(self.scale)}
+
     @torch.no_grad()
     def start(self, generator: torch.Generator | None) -> None:
         self.scale.fill_(1)
+        self.ready = None
+
+    def restore(self, facts: Mapping[str, tuple[int, ...]]) -> None:
+        self.ready = None
+
+    def reopen(self) -> None:
+        self.ready = None
+
+    def prepare(self) -> None:
+        self.ready = self.scale.detach().clone()
 
     def offered(self) -> list[nn.Parameter]:
         return [self.scale]
@@ -83,3 +100,19 @@ def test_it_lives_as_the_others_do(make, learn, check_mixed, tmp_path):
     assert torch.equal(net.parts["scales"].scale, torch.ones(8))
     net.reopen("a")
     assert torch.equal(net.parts["scales"].scale, states["a"]["scales"])
+
+
+def test_a_task_may_do_without_it(make, learn, check_mixed):
+    net = make()
+    learn(net, "a", 2, seed=1, owns=["norms", "head"])
+    learn(net, "b", 3, seed=2)
+    assert "scales" not in net.storage()["a"].parts
+    x = torch.rand(6, 3, 8, 8)
+    with torch.no_grad():
+        net.eval()(x, "b")  # makes its factors ready
+        net.set_task("a")
+        found = net.features(x)
+        assert torch.equal(net.parts["scales"].scale, torch.ones(8))
+        net.parts["scales"].ready = torch.ones(8)
+        assert torch.equal(net.features(x), found)
+    check_mixed(net)

@@ -61,7 +61,7 @@ class Part(nn.Module):
         return {}
 
     def restore(self, facts: Facts) -> None:
-        """The live tensors have become those of another task, with these facts."""
+        """The live tensors have become those of another task, with these facts (no facts of a part it lacks)."""
 
     def pretrained(self) -> dict[str, Tensor]:
         """What pre-training left of the live tensors, where that is kept for tasks that do not own this part."""
