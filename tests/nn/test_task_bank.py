@@ -9,13 +9,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
-from confitune.nn import ContinualNet, build_model
+from confitune.nn import ContinualNet, Head, Norms, Part, XconvNorms
 
 
 def live(net: ContinualNet) -> dict[str, Tensor]:
     """Every parameter and buffer, the input statistics included, which no state dict of a backbone holds."""
-    for statistics in net._memory.statistics.values():
-        statistics.fold()
+    for part in net.parts.values():
+        part.live(False)  # brings input means up to date
     return dict(net.named_parameters()) | dict(net.named_buffers())
 
 
@@ -29,11 +29,23 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], expected[name]), name
 
 
-@pytest.fixture(params=[("xconv", "window"), ("xconv", "phase"), ("task", "window")], ids="-".join)
-def net(request, backbone) -> ContinualNet:
+PARTS = {"window": XconvNorms, "phase": lambda: XconvNorms("phase"), "plain": Norms}
+
+
+@pytest.fixture(params=PARTS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def make(kind, backbone):
+    return lambda: ContinualNet(backbone(), [PARTS[kind](), Head()])
+
+
+@pytest.fixture
+def net(make) -> ContinualNet:
     torch.manual_seed(0)
-    norm, means = request.param
-    return ContinualNet(backbone(), norm=norm, means=means)
+    return make()
 
 
 def test_a_finished_task_stays_bit_identical_while_others_move_the_weights(net, learn):
@@ -45,35 +57,21 @@ def test_a_finished_task_stays_bit_identical_while_others_move_the_weights(net, 
     assert not torch.equal(net.backbone.conv.weight, weights)
     net.eval()(torch.rand(2, 3, 8, 8), "a")  # which puts a recovered mean into the layers
     with torch.no_grad():
-        for parameter in net.norm_parameters():
+        for parameter in net.groups()["norms"]:
             parameter.add_(1)  # a stray write to the live slot does not reach what is stored
     assert_same(net.task_state_dict("a"), stored)
     net.set_task("b")
     net.set_task("a")
-    assert torch.equal(net.head.weight, stored["head.weight"])
+    assert torch.equal(net.head.linear.weight, stored["head.weight"])
     assert torch.equal(net.backbone.bn.weight, stored["bn.weight"])
     assert_same(net.task_state_dict("a"), stored)
-
-
-def test_a_head_goes_with_the_last_task_of_its_size(net, learn):
-    for seed, (task, classes) in enumerate({"a": 2, "b": 3, "c": 3}.items()):
-        learn(net, task, classes, seed=seed)
-    expected = net.eval()(torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)), "a")
-    net.drop_task("b")
-    assert set(net.heads) == {"2", "3"}
-    net.drop_task("c")
-    assert set(net.heads) == {"2"}
-    found = net(torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)), "a")
-    assert torch.equal(found, expected)
-    learn(net.train(), "d", 3, seed=9)
-    assert set(net.heads) == {"2", "3"}
 
 
 def test_live_tensors_keep_their_addresses(net, learn):
     learn(net, "a", 2, seed=1)
     learn(net, "b", 3, seed=2)
     addresses = {name: tensor.data_ptr() for name, tensor in live(net).items()}
-    assert {"backbone.bn.running_mean", "heads.2.weight", "heads.3.bias"} <= set(addresses)
+    assert {"backbone.bn.running_mean", "parts.head.linears.2.weight", "parts.head.linears.3.bias"} <= set(addresses)
     x = torch.rand(2, 3, 8, 8)
     net.eval()
     for task in ("a", "b", "a"):
@@ -113,30 +111,15 @@ def test_leaving_a_task_in_the_middle_of_training_loses_nothing(net, learn):
     assert_same(net.task_state_dict("b"), uninterrupted.task_state_dict("b"))
 
 
-def test_two_unfinished_tasks_keep_apart(net, learn):
-    batches = {"a": learn(net, "a", 2, seed=1, finish=False), "b": learn(net, "b", 2, seed=2, finish=False)}
-    states = {}
-    for task in "ab":
-        net.set_task(task)
-        states[task] = snapshot(net)
-        assert not net.tasks[task].finished
-    net.set_task("a")
-    assert_same(snapshot(net), states["a"])
-    assert not torch.equal(states["a"]["backbone.bn.bias"], states["b"]["backbone.bn.bias"])
-    net.finish_task(batches["a"])
-    net.set_task("b")
-    assert_same(snapshot(net), states["b"])
-
-
 @pytest.mark.parametrize("finish", [True, False], ids=["finished", "in training"])
-def test_a_saved_network_goes_on_as_the_original(net, learn, backbone, tmp_path, finish):
+def test_a_saved_network_goes_on_as_the_original(net, make, learn, tmp_path, finish):
     learn(net, "a", 2, seed=1)
     learn(net, "b", 3, seed=2)
     learn(net, "c", 3, seed=3, finish=finish)
     net.eval()
     torch.save(net.state_dict(), tmp_path / "net.pth")
     torch.manual_seed(99)
-    fresh = ContinualNet(backbone(), norm=net.norm, means=net.means)
+    fresh = make()
     fresh.load_state_dict(torch.load(tmp_path / "net.pth", weights_only=True), strict=True)
     fresh.eval()
     assert list(fresh.tasks) == ["a", "b", "c"]
@@ -161,21 +144,29 @@ def test_a_saved_network_goes_on_as_the_original(net, learn, backbone, tmp_path,
 
 def test_a_state_of_another_kind_is_refused(backbone, learn):
     torch.manual_seed(0)
-    window = ContinualNet(backbone())
+    window = ContinualNet(backbone(), [XconvNorms(), Head()])
     learn(window, "a", 2)
-    for other in (ContinualNet(backbone(), means="phase"), ContinualNet(backbone(), norm="task")):
-        with pytest.raises(ConfituneError, match=r"the state is of a network with \['xconv', 'window', 'running'\]"):
+    others: list[list[Part]] = [
+        [XconvNorms("phase"), Head()],
+        [XconvNorms(statistics="pass"), Head()],
+        [Norms(), Head()],
+    ]
+    for parts in others:
+        other = ContinualNet(backbone(), parts)
+        with pytest.raises(
+            ConfituneError, match=r"a network with \['XconvNorms\(window, running\)', 'Head'\], this one"
+        ):
             other.load_state_dict(window.state_dict())
+        assert not other.tasks
 
 
 def test_a_state_of_another_network_of_the_kind_is_refused(backbone, learn):
     torch.manual_seed(0)
-    source, other = ContinualNet(backbone()), ContinualNet(timm.create_model("test_resnet"))
+    source = ContinualNet(backbone(), [XconvNorms(), Head()])
+    other = ContinualNet(timm.create_model("test_resnet"), [XconvNorms(), Head()])
     learn(source, "a", 2)
-    learn(other, "b", 2, size=32)
-    with pytest.raises(ConfituneError, match=r"input statistics belong to other layers: .* another network"):
+    with pytest.raises(ConfituneError, match=r"input means belong to other layers: .* another network"):
         other.load_state_dict(source.state_dict())
-    assert list(other.tasks) == ["b"]
 
 
 def test_an_earlier_state_can_be_gone_back_to(net, learn):
@@ -187,7 +178,7 @@ def test_an_earlier_state_can_be_gone_back_to(net, learn):
     assert_same(snapshot(net), before)
 
 
-def test_a_task_travels_through_a_file_under_another_name(net, learn, backbone, tmp_path):
+def test_a_task_travels_through_a_file_under_another_name(net, make, learn, tmp_path):
     learn(net, "a", 2, seed=1)
     learn(net, "b", 3, seed=2)
     x = torch.rand(4, 3, 8, 8)
@@ -195,7 +186,7 @@ def test_a_task_travels_through_a_file_under_another_name(net, learn, backbone, 
     saved = net.task_state_dict("b")
     assert not any(key.startswith("b.") for key in saved)  # the task's name is in no key
     save_file(saved, tmp_path / "task.safetensors")
-    other = ContinualNet(backbone(), norm=net.norm, means=net.means)
+    other = make()
     other.backbone.load_state_dict(net.backbone.state_dict())
     other.add_task("unfinished", 2)
     other.train()(x)
@@ -219,7 +210,7 @@ def test_a_task_travels_through_a_file_under_another_name(net, learn, backbone, 
     assert list(net.tasks) == ["a", "b"]
 
 
-def test_an_unfinished_task_travels_with_its_statistics(net, learn, backbone):
+def test_an_unfinished_task_travels_with_its_statistics(net, learn):
     learn(net, "a", 2, seed=1, finish=False)
     state = net.task_state_dict("a")
     other = copy.deepcopy(net)
@@ -229,7 +220,7 @@ def test_an_unfinished_task_travels_with_its_statistics(net, learn, backbone):
     assert_same(other.task_state_dict("again"), net.task_state_dict("a"))
 
 
-def test_a_task_that_does_not_fit_is_refused_and_leaves_everything_as_it_was(net, learn, backbone):
+def test_a_task_that_does_not_fit_is_refused_and_leaves_everything_as_it_was(net, learn):
     learn(net, "a", 2)
     state = net.task_state_dict("a")
     before = snapshot(net)
@@ -238,6 +229,8 @@ def test_a_task_that_does_not_fit_is_refused_and_leaves_everything_as_it_was(net
         r"bn\.running_var must .* and is missing": {k: v for k, v in state.items() if k != "bn.running_var"},
         r"has no head\.weight": {k: v for k, v in state.items() if k != "head.weight"},
         r"head\.weight must have shape \(2, 8\)": state | {"head.weight": torch.zeros(2, 7)},
+        r"head\.weight must have shape \(classes, features\) and has \(2,\)": state | {"head.weight": torch.zeros(2)},
+        r"image_size must hold whole numbers": state | {"image_size": torch.tensor([-1, 8])},
         r"head\.bias must have shape \(2,\)": state | {"head.bias": torch.zeros(3)},
         r"task 'b': .* is missing": {k: v for k, v in state.items() if k != "finished"},
     }
@@ -255,7 +248,7 @@ def test_a_task_that_does_not_fit_is_refused_and_leaves_everything_as_it_was(net
 
 def test_a_task_of_a_network_with_other_means_is_refused(backbone, learn):
     torch.manual_seed(0)
-    window, phase = ContinualNet(backbone()), ContinualNet(backbone(), means="phase")
+    window, phase = (ContinualNet(backbone(), [XconvNorms(means), Head()]) for means in ("window", "phase"))
     learn(window, "a", 2)
     with pytest.raises(ConfituneError, match=r"stem\.input_means must have shape \(3, 1, 1\) .* other means"):
         phase.load_task_state_dict("a", window.task_state_dict("a"))
@@ -266,64 +259,81 @@ def test_a_task_of_a_network_with_other_means_is_refused(backbone, learn):
 # 128 * 4 + 3 * 256; layer4 256 * 4 + 3 * 512; the shortcuts share: 12 + 256 + 640 + 1280 + 2560 = 4,748.
 # Window means: 3 * 49 + 9 * (4 * 64 + 64 + 3 * 128 + 128 + 3 * 256 + 256 + 3 * 512) = 147 + 9 * 3392 = 30,675.
 @pytest.mark.parametrize(
-    ("norm", "means", "numbers"),
+    ("parts", "numbers"),
     [
-        ("xconv", "phase", 19_148),
-        ("xconv", "window", 45_075),
-        ("task", "window", 19_200),
-        ("shared", "window", 0),
-        ("frozen", "window", 0),
+        ([XconvNorms("phase"), Head()], 19_148),
+        ([XconvNorms(), Head()], 45_075),
+        ([Norms(), Head()], 19_200),
+        ([Norms(moments="pretrained"), Head()], 9_600),
+        ([Norms(affine=False), Head()], 9_600),
+        ([Head()], 0),
     ],
+    ids=["phase", "window", "task", "affine", "moments", "shared"],
 )
-def test_what_a_task_of_resnet18_takes(norm, means, numbers):
-    net = ContinualNet(timm.create_model("resnet18"), norm=norm, means=means)
+def test_what_a_task_of_resnet18_takes(parts, numbers):
+    net = ContinualNet(timm.create_model("resnet18"), parts)
     for task, classes in (("a", 10), ("b", 3)):
         net.add_task(task, classes)
         with torch.no_grad():
             net.train()(torch.rand(2, 3, 32, 32))
         net.finish_task()
-    assert net.numbers_per_task == numbers
     for task, classes in (("a", 10), ("b", 3)):
         head = classes * 512 + classes
         storage = net.storage()[task]
-        assert (storage.norm_numbers, storage.head_numbers, storage.numbers) == (numbers, head, numbers + head)
-        assert storage.bytes == 4 * (numbers + head)
+        assert (storage.beside_head, storage.head, storage.bytes) == (numbers, head, 4 * (numbers + head))
         # Measured from what is saved, not from a formula: all but the sizes, which are integers.
         saved = [tensor for tensor in net.task_state_dict(task).values() if tensor.is_floating_point()]
-        assert sum(tensor.numel() for tensor in saved) == storage.numbers
+        assert sum(tensor.numel() for tensor in saved) == numbers + head
 
 
-@pytest.mark.parametrize(("means", "numbers"), [("phase", 86_220), ("window", 255_835)])
-def test_what_a_task_of_efficientnet_lite0_takes(means, numbers):
-    assert ContinualNet(build_model("tf_efficientnet_lite0"), means=means).numbers_per_task == numbers
-
-
-def test_an_unfinished_task_also_keeps_its_running_means(net, learn):
+def test_an_unfinished_task_also_keeps_its_running_means(net, learn, kind):
     learn(net, "a", 2, finish=False)
-    unfinished = net.storage()["a"].norm_numbers
+    unfinished = net.storage()["a"].beside_head
     net.finish_task()
-    recovering = 6 + 8 + 8 if net.norm == "xconv" else 0  # channels of the norms that recover their mean
-    assert unfinished - net.storage()["a"].norm_numbers == recovering
+    recovering = 0 if kind == "plain" else 6 + 8 + 8  # channels of the norms that recover their mean
+    assert unfinished - net.storage()["a"].beside_head == recovering
     keys = set(net.task_state_dict("a"))
-    assert ("bn.running_mean" in keys) == (net.norm == "task")
+    assert ("bn.running_mean" in keys) == (kind == "plain")
     assert "last_bn.running_mean" in keys  # reads an addition: nothing to recover it from
 
 
-def test_norms_without_affine_parameters_store_what_they_have(learn):
+def test_a_task_goes_on_after_one_of_another_size(backbone, learn):
     torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    net = ContinualNet(nn.Sequential(*layers))
-    x = learn(net, "a", 2, seed=1)[0]
-    assert net.numbers_per_task == 4 + 27  # variance, window means
-    learn(net, "b", 2, seed=2)
-    before = net.eval()(x, "a").detach()
-    with torch.no_grad():
-        net.backbone[0].bias.add_(3.0)  # a shift of all outputs is a shift of their mean, and recovered as one
-    torch.testing.assert_close(net(x, "a"), before)
+    net = ContinualNet(backbone(), [XconvNorms(), Head()])
+    learn(net, "a", 2, size=8, finish=False)
+    stem = net.parts["norms"].input_means[0]
+    earlier = stem.view(0).clone()
+    learn(net, "b", 2, size=12, finish=False)
+    net.set_task("a")
+    x = torch.randn(6, 3, 8, 8)
+    net.train()(x)
+    columns = nn.functional.unfold(x, 3, padding=1).mean((0, 2)).reshape(3, 3, 3)
+    torch.testing.assert_close(stem.view(0), 0.9 * earlier + 0.1 * columns)
 
 
-def test_a_task_of_shared_norms_is_a_head_wherever_the_network_is(backbone):
-    """Nothing of it may be made on another device."""
-    net = ContinualNet(backbone(), norm="shared").to("meta")
-    net.add_task("a", 3)
-    assert (net.tasks["a"].row.shape, net.tasks["a"].row.device.type) == ((3 * 8 + 3,), "meta")
+def test_what_is_shared_is_the_backbone_without_what_tasks_own(net, make, learn):
+    learn(net, "a", 2, seed=1)
+    shared = net.shared_state_dict()
+    assert set(shared) == {"stem.weight", "stem.bias", "conv.weight", "shortcut.weight"}
+    torch.manual_seed(9)
+    other = make()
+    other.load_shared_state_dict(shared)  # before it has any task
+    other.load_task_state_dict("a", net.task_state_dict("a"))
+    x = torch.rand(2, 3, 8, 8)
+    assert torch.equal(other.eval()(x), net.eval()(x))
+
+
+def test_a_layer_of_the_backbone_may_be_called_head(learn):
+    class Projected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.bn(self.conv(x)).mean((2, 3)))
+
+    net = ContinualNet(Projected(), [Norms(), Head()])
+    learn(net, "a", 2)
+    assert set(net.shared_state_dict()) == {"conv.weight", "conv.bias", "head.weight", "head.bias"}
+    assert net.shared_state_dict()["head.weight"].shape == (5, 4)
+    assert net.task_state_dict("a")["head.weight"].shape == (2, 5)
