@@ -9,7 +9,7 @@ import torch
 
 from confitune.deploy.server import Limits
 from confitune.deploy.server.batching import Batcher
-from confitune.deploy.server.refusal import Refusal
+from confitune.deploy.server.limits import Refusal
 from confitune.errors import ConfituneError
 from confitune.tasks import UnreadableImageError
 

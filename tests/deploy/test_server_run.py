@@ -172,7 +172,7 @@ def test_a_program_of_its_own():
 
 
 def test_a_second_ctrl_c_ends_it_at_once_and_still_without_a_word(caplog):
-    from confitune.deploy.server.serve import _listen, _server
+    from confitune.deploy.server.app import _listen, _server
 
     before = set(threading.enumerate())
     fake = Fake()

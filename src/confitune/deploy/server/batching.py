@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from confitune.deploy.predictor import Prediction, Predictor
-from confitune.deploy.server.limits import Limits
-from confitune.deploy.server.refusal import Refusal
+from confitune.deploy.server.limits import Limits, Refusal
 from confitune.errors import ConfituneError
 
 _log = logging.getLogger("confitune.serve")

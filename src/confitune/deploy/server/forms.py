@@ -9,8 +9,7 @@ from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
-from confitune.deploy.server.limits import Limits, megabytes
-from confitune.deploy.server.refusal import Refusal
+from confitune.deploy.server.limits import Limits, Refusal, megabytes
 
 _LONGEST_NAME = 200
 _LONGEST_FIELD = 1000

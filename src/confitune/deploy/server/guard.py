@@ -1,23 +1,27 @@
-"""Around every request: bounds what arrives and how long it may take, and counts what is answered.
+"""Around every request and connection: bounds what arrives and how long it may take, and counts what is answered.
 
-uvicorn takes a body as long as it comes and as slowly as it comes; here it is counted while it arrives.
+uvicorn takes a body as long as it comes and as slowly as it comes; here it is counted while it arrives. Nor does
+uvicorn hang up on clients that send nothing or read nothing, or answer what waits when it is stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from contextlib import suppress
 
+import uvicorn
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from confitune.deploy.server.answers import refusal_response
-from confitune.deploy.server.limits import Limits, megabytes
+from confitune.deploy.server.batching import Batcher
+from confitune.deploy.server.limits import Limits, Refusal, megabytes
 from confitune.deploy.server.metrics import Metrics
-from confitune.deploy.server.refusal import Refusal
 
 _log = logging.getLogger("confitune.serve")
 _LINGER_SECONDS = 10.0
@@ -43,10 +47,7 @@ class Guard:
     """The middleware around an app."""
 
     def __init__(self, app: ASGIApp, *, limits: Limits, metrics: Metrics, held: BytesHeld) -> None:
-        self._app = app
-        self._limits = limits
-        self._metrics = metrics
-        self._held = held
+        self._app, self._limits, self._metrics, self._held = app, limits, metrics, held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on with its body under watch."""
@@ -67,7 +68,7 @@ class Guard:
             exchange.release()
             # Paths come from clients: only those that exist become labels.
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.request(route, exchange.status or _CLIENT_LEFT)
+            self._metrics.requests.labels(route, str(exchange.status or _CLIENT_LEFT)).inc()
 
 
 class _Exchange:
@@ -83,10 +84,7 @@ class _Exchange:
         self._arrived = 0
         self._taken = 0
         self._latest = time.monotonic() + limits.body_seconds
-        self._receive = receive
-        self._send = send
-        self._limits = limits
-        self._held = held
+        self._receive, self._send, self._limits, self._held = receive, send, limits, held
 
     async def receive(self) -> Message:
         """The next part of the body, or the news that the client has left."""
@@ -146,3 +144,73 @@ class _Exchange:
                 wait = min(_SILENCE_SECONDS, end - time.monotonic())
                 message = await asyncio.wait_for(self._receive(), wait)
                 self._unread = message["type"] == "http.request" and message.get("more_body", False)
+
+
+def bounded_protocol(limits: Limits) -> type[H11Protocol]:
+    """HTTP/1.1 that hangs up on clients which do not send their headers or do not read their answers."""
+
+    class BoundedProtocol(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._headers_due = _Alarm(limits.header_seconds, transport)
+            self._reading_due = _Alarm(limits.body_seconds, transport)
+            self._headers_due.set()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is None or self.cycle.response_complete:  # part of the next request's headers
+                self._headers_due.set()
+            else:
+                self._headers_due.clear()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._reading_due.set()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._reading_due.clear()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._headers_due.clear()
+            self._reading_due.clear()
+
+    return BoundedProtocol
+
+
+class _Alarm:
+    """Hangs up unless it is cleared in time; to set it again while it runs gives no more time."""
+
+    def __init__(self, seconds: float, transport: asyncio.Transport) -> None:
+        self._seconds = seconds
+        self._transport = transport
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self) -> None:
+        if self._timer is None:
+            # Not close(), which would wait until the client has read everything.
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._transport.abort)
+
+    def clear(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class DrainingServer(uvicorn.Server):
+    """Answers what waits when it is stopped, and refuses what takes too long."""
+
+    def __init__(self, config: uvicorn.Config, batcher: Batcher, seconds: float) -> None:
+        super().__init__(config)
+        self._batcher = batcher
+        self._seconds = seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the batcher at once: uvicorn would wait for the answers first, and closes the app only then."""
+        closing = asyncio.create_task(asyncio.to_thread(self._batcher.close, self._seconds))
+        await super().shutdown(sockets)
+        if self.force_exit:  # a second Ctrl-C, upon which uvicorn leaves the app open
+            await asyncio.to_thread(self._batcher.close)
+            await self.lifespan.shutdown()
+        await closing
