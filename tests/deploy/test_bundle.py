@@ -122,7 +122,10 @@ def test_a_learned_bundle_reopens_with_the_same_logits(taught):
     assert list(again.tasks) == ["reds", "stripes"]
     assert again.record("stripes").classes == ("stripes 0", "stripes 1", "stripes 2")
     assert (again.record("reds").images, again.record("stripes").images) == (16, 24)
-    assert again.bytes_of("reds") == (path / "tasks" / f"{again.record('reds').file.sha256}.safetensors").stat().st_size
+    assert (
+        again.record("reds").file.bytes
+        == (path / "tasks" / f"{again.record('reds').file.sha256}.safetensors").stat().st_size
+    )
     for task in bundle.tasks:
         assert same_tensors(bundle.task_state(task), again.task_state(task))
         assert torch.equal(logits(bundle, task), logits(again, task))

@@ -148,11 +148,11 @@ def test_a_bundle_that_is_changed_twice_while_it_is_opened_is_not_called_damaged
 ):
     path, check = taught(1), TensorFiles.check
 
-    def late(self, stored):
+    def late(self, *file):
         monkeypatch.setattr(TensorFiles, "check", check)
         shutil.rmtree(path)
         shutil.copytree(taught_once[3], path)
-        check(self, stored)
+        check(self, *file)
 
     monkeypatch.setattr(TensorFiles, "check", late)
     bundle = Bundle.open(path)

@@ -14,16 +14,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from confitune.deploy import Bundle, BundleError, Predictor, TaskRecord, check_tasks
-from confitune.deploy.contents import Contents
-from confitune.deploy.earlier import some_of
-from confitune.deploy.format import Added, Checked, Network, Removed, Renamed, StoredFile
-from confitune.deploy.layout import names_of
-from confitune.deploy.mapped import mapped_tensors
+from confitune.deploy.files import mapped_tensors
+from confitune.deploy.format import Added, Checked, Network, Removed, Renamed, StoredFile, file_name, files_of
+from confitune.deploy.held_out import some_of
+from confitune.deploy.journal import State
 from confitune.engine import TaskFit
 
-checking, earlier, files, predicting, state = (
-    importlib.import_module(f"confitune.deploy.{name}")
-    for name in ("checking", "earlier", "files", "predictor", "state")
+files, held_out, journal, predicting = (
+    importlib.import_module(f"confitune.deploy.{name}") for name in ("files", "held_out", "journal", "predictor")
 )
 NETWORK = Network(
     model="test_byobnet",
@@ -94,9 +92,9 @@ def counted(monkeypatch):
     """Runs something and gives what it asked of the file system, and how many lines of the index were read."""
 
     def counted(work):
-        found, stat, line = Counter(), os.stat, state.event_from_line
+        found, stat, line = Counter(), os.stat, journal.event_from_line
         monkeypatch.setattr(os, "stat", lambda *a, **k: (found.update(["stat"]), stat(*a, **k))[1])
-        monkeypatch.setattr(state, "event_from_line", lambda *a: (found.update(["line"]), line(*a))[1])
+        monkeypatch.setattr(journal, "event_from_line", lambda *a: (found.update(["line"]), line(*a))[1])
         _counting.append(found)
         try:
             work()
@@ -141,7 +139,7 @@ def test_adding_renaming_and_removing_ask_for_the_same_with_many_tasks(counted, 
     assert few["line"] == few["os.scandir"] == few["os.listdir"] == 0
     assert few["os.rename"] > 5
     for path in bundles.values():
-        assert Bundle.open(path).leftovers() in ([], [path / name for name in Bundle.open(path)._journal.state.kept])
+        assert Bundle.open(path).leftovers() in ([], [path / name for name in Bundle.open(path)._state.kept])
 
 
 def test_predicting_asks_for_the_same_with_many_tasks(counted, bundles):
@@ -222,9 +220,9 @@ def loads(monkeypatch):
 
 
 def test_learning_reads_the_last_task_and_those_it_tests(taught, teach, monkeypatch):
-    path, loaded, held, run, test = taught(5), loads(monkeypatch), [], TaskFit.run, earlier.accuracy_on
+    path, loaded, held, run, test = taught(5), loads(monkeypatch), [], TaskFit.run, held_out.accuracy_on
     monkeypatch.setattr(TaskFit, "run", lambda self: (held.append((self.index, [*self.net.tasks])), run(self))[1])
-    monkeypatch.setattr(earlier, "accuracy_on", lambda net, *a: (held.append(len(net.tasks)), test(net, *a))[1])
+    monkeypatch.setattr(held_out, "accuracy_on", lambda net, *a: (held.append(len(net.tasks)), test(net, *a))[1])
     report = teach("yellows", path, check=4, epochs=1)
     assert held[0] == (5, ["blues", "yellows"])  # the sixth task: seeds and schedule depend on that
     assert len(held) == 5
@@ -286,7 +284,7 @@ def test_a_guess_among_too_many_is_refused(taught_once, monkeypatch):
 
 
 def test_guesses_of_many_tasks_are_not_measured(taught_once, monkeypatch):
-    monkeypatch.setattr(checking, "MOST_GUESSED", 1)
+    monkeypatch.setattr(held_out, "MOST_CHECKED", 1)
     bundle, said = Bundle.open(taught_once[2]), []
     checks = check_tasks(bundle, "cpu", lambda *given: said.append(given))
     assert checks.accuracy == pytest.approx(dict(bundle.accuracy))
@@ -345,7 +343,7 @@ def test_a_network_that_the_file_cannot_hold_is_not_built(real, tmp_path, monkey
     bundle = Bundle(tmp_path / "model", NETWORK)
     with bundle.changing():
         add(bundle, "a", real, 1, shared={"stem.weight": torch.zeros(3)})
-    monkeypatch.setattr("confitune.deploy.bundle.build_model", lambda name: pytest.fail("memory was taken"))
+    monkeypatch.setattr("confitune.deploy.loading.build_model", lambda name: pytest.fail("memory was taken"))
     with pytest.raises(BundleError, match=r"\.safetensors: 156 bytes cannot be the weights of test_byobnet"):
         bundle.load_network()
 
@@ -392,9 +390,10 @@ def test_a_header_that_lies_is_refused(tmp_path, entry):
     header = json.dumps({"a": entry}).encode()
     data = len(header).to_bytes(8, "little") + header + bytes(8)
     stored = StoredFile(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
-    (tmp_path / f"{stored.sha256}.safetensors").write_bytes(data)
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / file_name("tasks", stored)).write_bytes(data)
     with pytest.raises(BundleError, match="holds no tensors"):
-        files.TensorFiles(tmp_path).read(stored)
+        files.TensorFiles(tmp_path).read("tasks", stored)
 
 
 # ---- the index -------------------------------------------------------------------------------------------------------
@@ -405,34 +404,34 @@ FILES = st.sampled_from("0123")
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["add", "rename", "remove", "check"]), NAMES, NAMES, FILES), max_size=30))
-def test_contents_are_those_of_a_plain_list(steps):
-    contents, plain, accuracy = Contents(), [], {}
+def test_the_state_is_that_of_a_plain_list(steps):
+    state, plain, accuracy = State(), [], {}
     for kind, name, other, file in steps:
         known = [task for task, _ in plain]
         stored = StoredFile(sha256=file * 64, bytes=1)
         if kind == "add" and name not in known:
             record = TaskRecord(classes=("a", "b"), file=stored, held_out=stored if file < "2" else None)
-            assert contents.happened(Added(task=name, record=record)) == []
+            assert state.happened(Added(task=name, record=record)) == []
             plain.append((name, record))
         elif kind == "rename" and name in known and other not in known:
-            contents.happened(Renamed(task=name, to=other))
+            state.happened(Renamed(task=name, to=other))
             plain = [(other if task == name else task, record) for task, record in plain]
             accuracy = {other if task == name else task: value for task, value in accuracy.items()}
         elif kind == "remove" and name in known:
             gone = dict(plain)[name]
-            assert contents.happened(Removed(task=name)) == names_of(gone)
+            assert state.happened(Removed(task=name)) == [file_name(*file) for file in files_of(gone)]
             plain = [(task, record) for task, record in plain if task != name]
             accuracy.pop(name, None)
         elif kind == "check" and name in known:
-            contents.happened(Checked(after=name, accuracy={name: len(plain)}))
+            state.happened(Checked(after=name, accuracy={name: len(plain)}))
             accuracy[name] = len(plain)
-    assert list(contents.tasks.items()) == plain
-    assert len(contents.tasks) == len(plain)
-    assert contents.accuracy == accuracy
-    assert not plain or contents.tasks.last == plain[-1][0]
-    needed = {name for _, record in plain for name in names_of(record)}
+    assert list(state.tasks.items()) == plain
+    assert len(state.tasks) == len(plain)
+    assert state.accuracy == accuracy
+    assert not plain or next(reversed(state.tasks)) == plain[-1][0]
+    needed = {name for _, record in plain for name in (file_name(*file) for file in files_of(record))}
     possible = {f"{folder}/{file * 64}.safetensors" for folder in ("tasks", "held-out") for file in "0123"}
-    assert {name for name in possible if contents.needs(name)} == needed
+    assert {name for name in possible if state.needs(name)} == needed
 
 
 def test_an_index_that_speaks_of_no_task_is_damaged(tmp_path, real, bundles):
@@ -440,8 +439,8 @@ def test_an_index_that_speaks_of_no_task_is_damaged(tmp_path, real, bundles):
     with bundle.changing():
         add(bundle, "a", real, 1, shared=Bundle.open(bundles[FEW]).load_network().shared_state_dict())
         add(bundle, "b", real, 2)
-        bundle._journal.state.contents.tasks.rename("b", "c")  # so that an event is written that cannot have been
-        bundle._journal.commit(NETWORK, [Removed(task="c")])
+        bundle._state.happened(Renamed(task="b", to="c"))  # so that an event is written that cannot have been
+        bundle._commit([Removed(task="c")])
     (tmp_path / "model" / "bundle.before.json").unlink()
     with pytest.raises(BundleError, match=r"line 5, is damaged: there is no task 'c'"):
         Bundle.open(tmp_path / "model")

@@ -72,7 +72,7 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
-FIT, LEARN, EARLIER = "confitune.engine:TaskFit", "confitune.deploy.learn", "confitune.deploy.earlier"
+FIT, LEARN, EARLIER = "confitune.engine:TaskFit", "confitune.deploy.learn", "confitune.deploy.held_out"
 JOURNAL = "confitune.deploy.journal"
 # What to kill at: a function, at which of its calls, before or after it, or with its file's last bytes not written.
 # And what is then left behind, by folder.
@@ -417,7 +417,7 @@ def test_the_report_is_what_can_be_measured(teach, photos, tmp_path):
         bundle = Bundle.open(path)
         assert bundle.accuracy["reds"] == changes["reds"].after
         with bundle.changing():  # as if it had been another: what comes next must start from what is on record
-            bundle._journal.commit(bundle.network, [Checked(after=task, accuracy={"reds": 12.5})])
+            bundle._commit([Checked(after=task, accuracy={"reds": 12.5})])
         recorded.append(12.5)
     assert list(changes) == ["reds", "stripes"]
     assert changes["stripes"].before == bundle.history[1].accuracy["stripes"]
