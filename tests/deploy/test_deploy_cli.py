@@ -15,6 +15,7 @@ from PIL import Image
 from confitune import cli
 from confitune.deploy import Bundle, Predictor, check_tasks
 from confitune.methods.probe import Probe
+from deploy.shared import contents
 
 SOURCE = Path(cli.__file__).parents[2]
 
@@ -61,10 +62,6 @@ def rows(out):
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
-
-
 # ---- learn -----------------------------------------------------------------------------------------------------------
 
 
@@ -85,9 +82,8 @@ def test_learn_makes_a_bundle_and_then_adds_to_it(confitune, photos, quick, new_
     assert f"reds: 2 classes, {accuracy:.1f}% right" in said.out
     assert rows(said.out) == [["reds", "4", "", f"{accuracy:.1f}", "new"]]
     numbers = bundle.load_network(["reds"]).numbers_per_task
-    assert (
-        f"{path} grew by {bundle.record('reds').file.bytes / 1e6:.2f} MB ({numbers:,} numbers and the head)" in said.out
-    )
+    megabytes = bundle.record("reds").file.bytes / 1e6
+    assert f"{path} grew by {megabytes:.2f} MB ({numbers:,} numbers and the head)" in said.out
     assert f"held-out photos {bundle.record('reds').held_out.bytes / 1e6:.2f} MB; " in said.out
 
     before = bundle.accuracy["reds"]

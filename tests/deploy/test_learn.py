@@ -19,6 +19,8 @@ from confitune.deploy.format import Checked
 from confitune.deploy.held_out import decode_kept, keep_some
 from confitune.engine import DivergedError, TaskFit
 from confitune.tasks import DataMissingError, Images
+from deploy.shared import answers
+from deploy.shared import contents_and_times as contents
 
 learning = importlib.import_module("confitune.deploy.learn")  # the package has a function of that name
 
@@ -126,14 +128,6 @@ def new_options(new_bundle):
     return [part for name, value in new_bundle.items() for part in (f"--{name}", value)]
 
 
-def contents(folder):
-    return {
-        path.relative_to(folder).as_posix(): (path.read_bytes(), path.stat().st_mtime_ns)
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != ".lock"
-    }
-
-
 def left_behind(before, path):
     """What a killed process left, each as 'folder kind'."""
     left = []
@@ -146,13 +140,6 @@ def left_behind(before, path):
         else:
             assert data == before[name][0]
     return sorted(left)
-
-
-def answers(path):
-    """Logits of the same images under every task."""
-    predictor = Predictor.from_bundle(path, device="cpu")
-    pixels = torch.randint(0, 256, (3, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
-    return {task: torch.stack(predictor.logits(pixels, [task] * 3)) for task in predictor.tasks}
 
 
 def what_it_learned(path):

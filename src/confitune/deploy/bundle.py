@@ -131,7 +131,7 @@ class Bundle:
         return self.tasks[task]
 
     def task_state(self, task: str) -> dict[str, Tensor]:
-        """Everything that is a task's own, by layer, mapped from its file."""
+        """Everything that is a task's own, by layer."""
         return self._files.read(TASKS, self.record(task).file)
 
     def held_out(self, task: str) -> dict[str, Tensor] | None:

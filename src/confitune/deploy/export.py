@@ -36,7 +36,6 @@ from confitune.tasks import CROP, Preprocess
 METADATA = "metadata.json"  # the file inside a .pt2 that holds what an ONNX file has in its metadata_props
 _TOLERANCE = 1e-4
 _ONNX_LIMIT = 2**31 - 2**20  # bytes: a protocol buffer ends at 2 GB, and the graph needs a little, too
-_CHATTY = ("torch", "onnxscript", "onnx_ir")
 _ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
 _COMPARED = 10  # images
 
@@ -262,14 +261,11 @@ def _explained(what: str, net: ContinualNet) -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without what exporters print, warn and log on the way; errors are raised as ever."""
-    loggers = [logging.getLogger(name) for name in _CHATTY]
-    levels = [logger.level for logger in loggers]
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(disabled)

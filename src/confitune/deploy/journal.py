@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -103,6 +103,7 @@ class State:
             self._needed.update(file_name(*file) for file in files_of(event.record))
         elif isinstance(event, Removed):
             gone = [file_name(*file) for file in files_of(self._tasks.pop(event.task))]
+            del self._places[event.task]
             self.accuracy.pop(event.task, None)
             for name in gone:
                 self._needed[name] -= 1

@@ -57,8 +57,11 @@ def check_declared(state: Mapping[str, Tensor], size: int) -> None:
         said = image.tolist() if image.numel() < 5 else "very many"
         raise BundleError(f"it says that it was learned from images of {said} pixels, not {size}")
     sizes = {key: tensor for key, tensor in state.items() if key.endswith(".input_size")}
-    if "pretrained" in state:
-        _check_pretrained(state["pretrained"], sizes)
+    flag = state.get("pretrained", torch.tensor(True))
+    if flag.dtype != torch.bool or flag.shape != () or not flag:
+        raise BundleError("it does not say clearly whether its task shares the state of pre-training")
+    if "pretrained" in state and sizes:
+        raise BundleError(f"its task shares the state of pre-training, and yet it has {min(sizes)} of its own")
     _check_planes([tensor[:2] for tensor in sizes.values() if tensor.shape == (3,)], size)
 
 
@@ -78,13 +81,6 @@ def check_shared(state: Mapping[str, Tensor], size: int) -> None:
     if images.shape != () or not _is_whole(images) or not 0 <= int(images) <= _MOST_IMAGES:
         said = images.tolist() if images.numel() < 5 else "very many numbers of"
         raise BundleError(f"it says that its state of pre-training was measured on {said} images")
-
-
-def _check_pretrained(flag: Tensor, sizes: Mapping[str, Tensor]) -> None:
-    if flag.dtype != torch.bool or flag.shape != () or not flag:
-        raise BundleError("it does not say clearly whether its task shares the state of pre-training")
-    if sizes:
-        raise BundleError(f"its task shares the state of pre-training, and yet it has {min(sizes)} of its own")
 
 
 def _check_planes(planes: list[Tensor], size: int) -> None:

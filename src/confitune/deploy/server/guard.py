@@ -29,32 +29,18 @@ _SILENCE_SECONDS = 2.0
 _CLIENT_LEFT = 499  # as other servers count it; nobody sees the answer
 
 
-class BytesHeld:
-    """How many bytes of bodies are in memory, over all requests."""
-
-    def __init__(self, most: int) -> None:
-        self.held = 0
-        self._most = most
-
-    def check(self, count: int) -> None:
-        """Refuse if so many more are too many."""
-        if self.held + count > self._most:
-            detail = f"requests under way hold {megabytes(self._most)} together: try again later"
-            raise Refusal(429, "busy-bytes", detail, retry_after=1)
-
-
 class Guard:
     """The middleware around an app."""
 
-    def __init__(self, app: ASGIApp, *, limits: Limits, metrics: Metrics, held: BytesHeld) -> None:
-        self._app, self._limits, self._metrics, self._held = app, limits, metrics, held
+    def __init__(self, app: ASGIApp, *, limits: Limits, metrics: Metrics) -> None:
+        self._app, self._limits, self._metrics = app, limits, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on with its body under watch."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(scope, receive, send, self._limits, self._held)
+        exchange = _Exchange(scope, receive, send, self._limits, self._metrics)
         try:
             await self._app(scope, exchange.receive, exchange.send)
         except ClientDisconnect:
@@ -74,7 +60,7 @@ class Guard:
 class _Exchange:
     """One request and its answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, held: BytesHeld) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, metrics: Metrics) -> None:
         headers = Headers(scope=scope)
         length = headers.get("content-length", "")
         self.status: int | None = None
@@ -84,7 +70,7 @@ class _Exchange:
         self._arrived = 0
         self._taken = 0
         self._latest = time.monotonic() + limits.body_seconds
-        self._receive, self._send, self._limits, self._held = receive, send, limits, held
+        self._receive, self._send, self._limits, self._metrics = receive, send, limits, metrics
 
     async def receive(self) -> Message:
         """The next part of the body, or the news that the client has left."""
@@ -104,7 +90,7 @@ class _Exchange:
         self._check(count)
         self._arrived += count
         self._taken += count
-        self._held.held += count
+        self._metrics.body_bytes += count
         return message
 
     async def send(self, message: Message) -> None:
@@ -124,17 +110,17 @@ class _Exchange:
 
     def release(self) -> None:
         """The body is no longer held."""
-        self._held.held -= self._taken
+        self._metrics.body_bytes -= self._taken
         self._taken = 0
 
     def _check(self, count: int) -> None:
         if self._arrived + count > self._limits.body_bytes:
-            raise Refusal(
-                413,
-                "body-too-large",
-                f"the request has more than {megabytes(self._limits.body_bytes)}: send fewer or smaller images",
-            )
-        self._held.check(count)
+            most = megabytes(self._limits.body_bytes)
+            raise Refusal(413, "body-too-large", f"the request has more than {most}: send fewer or smaller images")
+        if self._metrics.body_bytes + count > self._limits.all_bodies_bytes:
+            most = megabytes(self._limits.all_bodies_bytes)
+            detail = f"requests under way hold {most} together: try again later"
+            raise Refusal(429, "busy-bytes", detail, retry_after=1)
 
     async def _drop_the_rest(self) -> None:
         """Take what the client still sends: closing on it would reset the connection, and the answer would be lost."""
@@ -152,50 +138,39 @@ def bounded_protocol(limits: Limits) -> type[H11Protocol]:
     class BoundedProtocol(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._headers_due = _Alarm(limits.header_seconds, transport)
-            self._reading_due = _Alarm(limits.body_seconds, transport)
-            self._headers_due.set()
+            self._due: dict[str, asyncio.TimerHandle] = {}
+            self._expect("headers", limits.header_seconds)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.cycle is None or self.cycle.response_complete:  # part of the next request's headers
-                self._headers_due.set()
+                self._expect("headers", limits.header_seconds)
             else:
-                self._headers_due.clear()
+                self._came("headers")
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._reading_due.set()
+            self._expect("reading", limits.body_seconds)
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self._reading_due.clear()
+            self._came("reading")
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            self._headers_due.clear()
-            self._reading_due.clear()
+            self._came("headers")
+            self._came("reading")
+
+        def _expect(self, what: str, seconds: float) -> None:
+            if what not in self._due:  # to expect it again gives no more time
+                # Not close(), which would wait until the client has read everything.
+                self._due[what] = self.loop.call_later(seconds, self.transport.abort)
+
+        def _came(self, what: str) -> None:
+            if what in self._due:
+                self._due.pop(what).cancel()
 
     return BoundedProtocol
-
-
-class _Alarm:
-    """Hangs up unless it is cleared in time; to set it again while it runs gives no more time."""
-
-    def __init__(self, seconds: float, transport: asyncio.Transport) -> None:
-        self._seconds = seconds
-        self._transport = transport
-        self._timer: asyncio.TimerHandle | None = None
-
-    def set(self) -> None:
-        if self._timer is None:
-            # Not close(), which would wait until the client has read everything.
-            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._transport.abort)
-
-    def clear(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class DrainingServer(uvicorn.Server):

@@ -15,10 +15,10 @@ class Metrics:
 
     Args:
         queue: gives how many images wait for a batch.
-        body_bytes: gives how many bytes of requests are under way.
     """
 
-    def __init__(self, queue: Callable[[], int], body_bytes: Callable[[], int]) -> None:
+    def __init__(self, queue: Callable[[], int]) -> None:
+        self.body_bytes = 0  # of requests under way
         self.registry = own = CollectorRegistry()
         ProcessCollector(registry=own)  # memory, time and open files, where the system tells
         self.requests = Counter("confitune_requests", "Requests answered", ("route", "status"), registry=own)
@@ -31,7 +31,7 @@ class Metrics:
         about = "The network's time for a batch"
         self.batch_seconds = Histogram("confitune_batch_seconds", about, buckets=_SECONDS, registry=own)
         Gauge("confitune_queue_images", "Images that wait for a batch", registry=own).set_function(queue)
-        Gauge("confitune_body_bytes", "Bytes of requests under way", registry=own).set_function(body_bytes)
+        Gauge("confitune_body_bytes", "Bytes of requests under way", registry=own).set_function(lambda: self.body_bytes)
 
     def batch(self, images: int, seconds: float) -> None:
         """Count a batch."""

@@ -116,10 +116,7 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, metrics: Me
     async def tasks() -> TasksAnswer:
         return TasksAnswer(
             name=predictor.name,
-            tasks=[
-                TaskEntry(name=name, classes=list(t.classes), accuracy=t.accuracy, images=t.images, learned=t.learned)
-                for name, t in predictor.tasks.items()
-            ],
+            tasks=[TaskEntry(name=name, **vars(info)) for name, info in predictor.tasks.items()],
             limits=RequestLimits(body_bytes=limits.body_bytes, image_bytes=limits.image_bytes, images=limits.images),
         )
 
