@@ -9,38 +9,19 @@ from contextlib import suppress
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from confitune import cli
-from confitune.deploy import Bundle, BundleError, Predictor
+from confitune.deploy import Bundle, BundleError, TaskRecord
 from confitune.deploy.files import TensorFiles
+from confitune.deploy.format import Added, Checked, Removed, Renamed, StoredFile, file_name, files_of
+from confitune.deploy.journal import State
 from confitune.experiments import examine
+from deploy.shared import NETWORK, add, answers, backbone_of, contents, flipped
 
 learning = importlib.import_module("confitune.deploy.learn")  # the package has a function of that name
 journal = importlib.import_module("confitune.deploy.journal")
-
-
-def contents(folder):
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != ".lock"
-    }
-
-
-def backbone_of(path, head="bundle.json"):
-    return path / "backbones" / f"{json.loads((path / head).read_bytes())['backbone']['sha256']}.safetensors"
-
-
-def flipped(data, position):
-    changed = bytearray(data)
-    changed[position] ^= 1 << position % 8
-    return bytes(changed)
-
-
-def answers(path):
-    predictor = Predictor.from_bundle(path, device="cpu")
-    pixels = torch.randint(0, 256, (3, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
-    return {task: torch.stack(predictor.logits(pixels, [task] * 3)) for task in predictor.tasks}
 
 
 @pytest.fixture
@@ -148,11 +129,11 @@ def test_a_bundle_that_is_changed_twice_while_it_is_opened_is_not_called_damaged
 ):
     path, check = taught(1), TensorFiles.check
 
-    def late(self, stored):
+    def late(self, *file):
         monkeypatch.setattr(TensorFiles, "check", check)
         shutil.rmtree(path)
         shutil.copytree(taught_once[3], path)
-        check(self, stored)
+        check(self, *file)
 
     monkeypatch.setattr(TensorFiles, "check", late)
     bundle = Bundle.open(path)
@@ -335,3 +316,53 @@ def test_a_head_before_that_cannot_be_written_is_no_failed_change(taught, monkey
         bundle.rename_task("rot", "reds")
     assert bundle.leftovers() == []
     assert len(list((path / "backbones").iterdir())) == 1
+
+
+# ---- the index -------------------------------------------------------------------------------------------------------
+
+NAMES = st.sampled_from("abcdefg")
+FILES = st.sampled_from("0123")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["add", "rename", "remove", "check"]), NAMES, NAMES, FILES), max_size=30))
+def test_the_state_is_that_of_a_plain_list(steps):
+    state, plain, accuracy = State(), [], {}
+    for kind, name, other, file in steps:
+        known = [task for task, _ in plain]
+        stored = StoredFile(sha256=file * 64, bytes=1)
+        if kind == "add" and name not in known:
+            record = TaskRecord(classes=("a", "b"), file=stored, held_out=stored if file < "2" else None)
+            assert state.happened(Added(task=name, record=record)) == []
+            plain.append((name, record))
+        elif kind == "rename" and name in known and other not in known:
+            state.happened(Renamed(task=name, to=other))
+            plain = [(other if task == name else task, record) for task, record in plain]
+            accuracy = {other if task == name else task: value for task, value in accuracy.items()}
+        elif kind == "remove" and name in known:
+            gone = dict(plain)[name]
+            assert state.happened(Removed(task=name)) == [file_name(*file) for file in files_of(gone)]
+            plain = [(task, record) for task, record in plain if task != name]
+            accuracy.pop(name, None)
+        elif kind == "check" and name in known:
+            state.happened(Checked(after=name, accuracy={name: len(plain)}))
+            accuracy[name] = len(plain)
+    assert list(state.tasks.items()) == plain
+    assert len(state.tasks) == len(plain)
+    assert state.accuracy == accuracy
+    assert not plain or next(reversed(state.tasks)) == plain[-1][0]
+    needed = {name for _, record in plain for name in (file_name(*file) for file in files_of(record))}
+    possible = {f"{folder}/{file * 64}.safetensors" for folder in ("tasks", "held-out") for file in "0123"}
+    assert {name for name in possible if state.needs(name)} == needed
+
+
+def test_an_index_that_speaks_of_no_task_is_damaged(tmp_path, real, backbone):
+    bundle = Bundle(tmp_path / "model", NETWORK)
+    with bundle.changing():
+        add(bundle, "a", real, 1, shared=backbone)
+        add(bundle, "b", real, 2)
+        bundle._state.happened(Renamed(task="b", to="c"))  # so that an event is written that cannot have been
+        bundle._commit([Removed(task="c")])
+    (tmp_path / "model" / "bundle.before.json").unlink()
+    with pytest.raises(BundleError, match=r"line 5, is damaged: there is no task 'c'"):
+        Bundle.open(tmp_path / "model")

