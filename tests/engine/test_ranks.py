@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from confitune.engine import Executor, Listener, TaskFit, TrainSettings
+from confitune.engine import Listener, TaskFit, TrainSettings
 from confitune.errors import ConfituneError
 from confitune.methods import METHODS
 from confitune.ranks import Ranks
@@ -126,17 +126,6 @@ def test_every_process_needs_an_image(make_net, make_task):
     settings = TrainSettings(batch_size=4, device="cpu")
     with pytest.raises(ConfituneError, match=r"batches of 4 images .* cannot be shared by 5 processes"):
         TaskFit(net, make_task("dark"), METHODS["finetune"], settings, Listener())
-
-
-@pytest.mark.parametrize("step", ["graph", "compile"])
-def test_steps_are_eager(make_net, step):
-    net = make_net("shared")
-    net.ranks = Ranks(0, 2)
-    with pytest.raises(ConfituneError, match=f"step='{step}' is for one process"):
-        Executor(net, TrainSettings(step=step, device="cpu"))
-    assert Executor(net, TrainSettings(device="cpu")).mode == "eager"
-    assert TrainSettings(deterministic=True).execution(CPU, 4) == "fp32, eager, deterministic, 4 processes"
-    assert TrainSettings().step_mode(torch.device("cuda"), 2) == "eager"
 
 
 def test_devices(monkeypatch):

@@ -17,7 +17,7 @@ from confitune.experiments import (
     run_search,
     write_report,
 )
-from confitune.experiments.reproduce.pictures import picture_name
+from confitune.experiments.reproduce.outcome import picture_name
 from confitune.experiments.reproduce.plan import Scope
 
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from confitune import cli
 from confitune.engine import RunResult
 from confitune.engine.result import summary_of
-from confitune.experiments.local import LocalPlace
 from confitune.experiments.paper import chosen_options, reported, reported_datasets
+from confitune.experiments.place import LocalPlace
 from confitune.experiments.reproduce import Scope, reproduce
 from confitune.metrics import mean_and_interval
 from confitune.tasks import dataset_info, pipelines, store

@@ -25,10 +25,9 @@ from confitune.experiments import (
     search_table,
     winner,
 )
-from confitune.experiments.group import load_backbone, load_sequence
-from confitune.experiments.job import TrainingError
-from confitune.experiments.local import LocalPlace
-from confitune.experiments.search_plot import search_figure
+from confitune.experiments.drawing import search_figure
+from confitune.experiments.job import TrainingError, load_backbone
+from confitune.experiments.place import LocalPlace
 from confitune.metrics import mean_and_interval
 from confitune.nn import create_backbone
 from confitune.tasks import load_tasks
@@ -180,7 +179,8 @@ def test_what_cannot_be_searched_is_explained(method, option, grid, message):
 
 
 def rows(recipe):
-    sequence = load_sequence(recipe, load_backbone(recipe))
+    backbone = load_backbone(recipe)
+    sequence = recipe.load_tasks(backbone.mean, backbone.std)
     return [(task.train.rows.tolist(), task.test.rows.tolist()) for task in sequence]
 
 
@@ -188,7 +188,7 @@ def test_a_tenth_of_every_class_is_held_out_and_the_test_images_are_left_alone(v
     recipe = planned(values).validation(10.0)
     backbone = create_backbone(recipe.model, recipe.weights)
     whole = load_tasks("digits", mean=backbone.mean, std=backbone.std, tasks=2)
-    split = load_sequence(recipe, backbone)
+    split = recipe.load_tasks(backbone.mean, backbone.std)
     for before, after in zip(whole, split, strict=True):
         kept, held = set(after.train.rows.tolist()), set(after.test.rows.tolist())
         assert not kept & held

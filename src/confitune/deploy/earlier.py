@@ -9,7 +9,7 @@ import torch
 
 from confitune.deploy.bundle import Bundle
 from confitune.deploy.held_out import accuracy_on
-from confitune.engine.settings import derived_generator
+from confitune.engine.seeds import derived_generator
 from confitune.nn import ContinualNet
 from confitune.tasks import Preprocess, Progress
 

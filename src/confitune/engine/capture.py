@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from confitune.engine.events import Listener
-from confitune.engine.settings import TrainSettings
 from confitune.nn import ContinualNet
+from confitune.settings import TrainSettings
 
 # The first step of a kind is plain Python, which settles sizes; the second may be compiled; both let libraries choose
 # their algorithms. The third is captured.
@@ -55,7 +55,7 @@ class Executor:
     def __init__(self, net: ContinualNet, settings: TrainSettings, listener: Listener | None = None) -> None:
         self.net, self.settings = net, settings
         self.device = settings.torch_device()
-        self.mode = settings.step_mode(self.device, net.ranks.size)
+        self.mode = settings.step_mode(self.device)
         self.lr: float | Tensor = settings.lr
         if self.device.type == "cuda":
             self.lr = torch.tensor(settings.lr, device=self.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from confitune.engine.events import Listener
 from confitune.engine.feed import batches
-from confitune.engine.settings import derived_seed
+from confitune.engine.seeds import derived_seed
 from confitune.methods import TaskContext
 from confitune.nn import ContinualNet
 

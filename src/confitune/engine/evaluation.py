@@ -11,9 +11,9 @@ from confitune.engine.events import Listener
 from confitune.engine.feed import batches
 from confitune.engine.loss import count_right
 from confitune.engine.readings import Moment
-from confitune.engine.settings import TrainSettings
 from confitune.nn import ContinualNet
 from confitune.ranks import Ranks
+from confitune.settings import TrainSettings
 from confitune.tasks import Images, Task
 
 

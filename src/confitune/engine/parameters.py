@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from confitune.engine.settings import TrainSettings
 from confitune.methods import Part, Stage
 from confitune.nn import ContinualNet
+from confitune.settings import TrainSettings
 
 
 class TrainedParameters:

@@ -20,11 +20,11 @@ from confitune.engine.evaluation import evaluate_all, evaluate_groups
 from confitune.engine.events import EpochEnd, Listener, Listeners
 from confitune.engine.feed import place
 from confitune.engine.result import RunResult, command_line, device_name, summary_of, versions
-from confitune.engine.settings import TrainSettings
 from confitune.engine.training import TaskFit
 from confitune.errors import ConfituneError
 from confitune.methods import Method, hierarchical
 from confitune.nn import ContinualNet, state_sha256
+from confitune.settings import TrainSettings
 from confitune.tasks import Task, TaskSequence
 
 
@@ -211,7 +211,7 @@ class SequenceRun:
             config=self.config,
             versions=versions(),
             device=device_name(self.device),
-            execution=self.settings.execution(self.device, self.ranks.size),
+            execution=self.settings.execution(self.device),
             weights=self.weights,
             weights_sha256=self.weights_sha256,
             final_sha256=network_sha256(self.net),

@@ -20,9 +20,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from confitune.engine.augment import augment
 from confitune.engine.loss import classification_loss, count_right
-from confitune.engine.settings import TrainSettings
 from confitune.methods import Penalty
 from confitune.nn import ContinualNet
+from confitune.settings import TrainSettings
 from confitune.tasks import Task
 
 

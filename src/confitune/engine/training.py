@@ -18,11 +18,12 @@ from confitune.engine.events import EpochEnd, Listener
 from confitune.engine.feed import batches, place_task, to_device
 from confitune.engine.parameters import TrainedParameters, place_network
 from confitune.engine.readings import EpochReadings
-from confitune.engine.settings import TrainSettings, derived_generator, derived_seed
+from confitune.engine.seeds import derived_generator, derived_seed
 from confitune.engine.step import TrainStep
 from confitune.errors import ConfituneError
 from confitune.methods import METHODS, Method, Stage
 from confitune.nn import ContinualNet, InfiniteError
+from confitune.settings import TrainSettings
 from confitune.tasks import Task
 
 

@@ -1,17 +1,28 @@
-"""What there is to learn with: each method's storage measured on a real network, its options and the paper's values."""
+"""What there is to learn with: each method's options, its storage measured on a real network, and tables of both.
+
+All that experiments know of a method besides training with it is asked for here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
-from confitune.experiments.paper import searched
-from confitune.experiments.search import options_of, paper_search, value_text
+from pydantic import BaseModel
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from confitune.errors import ConfituneError
+from confitune.experiments.paper import Searched, searched
 from confitune.methods import METHODS, PENALTIES, Method, create_method, shared_parameters
 from confitune.nn import ContinualNet, without_memory
 
 NETWORK = "resnet18"
+Value = float | bool | str
 
 # What a step costs depends on the network and the machine; what runs in addition to plain fine-tuning does not.
 _IN_ADDITION: Mapping[str, str] = {
@@ -36,6 +47,43 @@ _IN_ADDITION: Mapping[str, str] = {
     "probe": "two linear classifiers before a task; for tasks that stay pre-trained nothing else",
     "afec": "a copy learns the task first, one more pass, then the pull in a step",
 }
+
+
+def options_of(method: Method) -> dict[str, type[BaseModel]]:
+    """The models of a method's options, by part; empty for one that has none."""
+    found: dict[str, type[BaseModel]] = {penalty.name: penalty.Options for penalty in method.penalties}
+    if method.options is not None:
+        found |= {part: method.options for part in method.name.split("+") if part in METHODS}
+    return {part: options for part, options in found.items() if options.model_fields}
+
+
+def options_set(method: Method, only_given: bool = False) -> dict[str, dict[str, Any]]:
+    """The values of a method's options, by part, as JSON takes them.
+
+    Args:
+        only_given: without those of penalties that were left at their defaults.
+    """
+    found = {p.name: p.options.model_dump(mode="json", exclude_unset=only_given) for p in method.penalties}
+    return found | {part: dict(method.chosen) for part in method.name.split("+") if part in METHODS and method.chosen}
+
+
+def defaults_of(method: Method) -> dict[str, dict[str, Any]]:
+    """Defaults of a method's options, by part, as JSON takes them."""
+    return {part: options().model_dump(mode="json") for part, options in options_of(method).items()}
+
+
+@cache
+def option_defaults(name: str) -> Mapping[str, Mapping[str, Any]]:
+    """The same of a method by its name; none for a method that is not here any more.
+
+    Results of other people name methods, too: a file that a name refers to is not executed for them.
+    """
+    if ".py" in name:
+        return {}
+    try:
+        return defaults_of(create_method(name))
+    except ConfituneError:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -93,33 +141,105 @@ def report_method(name: str) -> MethodReport:
     shared = sum(parameter.numel() for parameter in shared_parameters(net).values())
     once = sum(penalty.storage() for penalty in method.penalties)
     own = sum(parameter.numel() for parameter in net.backbone.parameters()) if method.separate else 0
-    parts = [part for part in (*METHODS, *PENALTIES) if part in _parts(method)]
+    bases = {part for part in method.name.split("+") if part in METHODS}
+    included = {penalty.name for base in bases for penalty in METHODS[base].penalties}
+    named = bases | ({penalty.name for penalty in method.penalties} - included)
+    parts = {part: METHODS.get(part) or PENALTIES[part] for part in (*METHODS, *PENALTIES) if part in named}
     return MethodReport(
         name=name,
-        summary="; ".join(_summary(part) for part in parts),
+        summary="; ".join(part.summary for part in parts.values()),
         shares=_shares(method),
         numbers_per_task=net.numbers_per_task + own,
         numbers_once=once,
         once_per_weight=once // shared,
-        in_addition="; ".join(_IN_ADDITION[part] for part in parts),
-        reference="; ".join(filter(None, map(_reference, parts))),
-        options=tuple(_options(method)),
-        examples=_examples(name, method),
+        in_addition="; ".join(map(_IN_ADDITION.__getitem__, parts)),
+        reference="; ".join(part.reference for part in parts.values() if part.reference),
+        options=tuple(method_options(name)),
+        examples=_examples(name),
     )
 
 
-def _parts(method: Method) -> set[str]:
-    bases = {part for part in method.name.split("+") if part in METHODS}
-    included = {penalty.name for base in bases for penalty in METHODS[base].penalties}
-    return bases | ({penalty.name for penalty in method.penalties} - included)
+def method_options(*names: str) -> list[OptionReport]:
+    """The options of these methods, each once; without names, of everything that comes along."""
+    chosen = {(row.part, row.option): row.chosen for row in searched()}
+    models = {part: options for name in names or (*METHODS, *PENALTIES) for part, options in _options_of(name).items()}
+    return [
+        OptionReport(f"{part}.{name}", field.default, field.description or "", chosen.get((part, name), {}))
+        for part, options in models.items()
+        for name, field in options.model_fields.items()
+    ]
 
 
-def _summary(part: str) -> str:
-    return METHODS[part].summary if part in METHODS else PENALTIES[part].summary
+def _options_of(name: str) -> dict[str, type[BaseModel]]:
+    return options_of(create_method(name))
 
 
-def _reference(part: str) -> str:
-    return METHODS[part].reference if part in METHODS else PENALTIES[part].reference
+def paper_search(method: str) -> Searched | None:
+    """What the paper searched for a method; 'ewc+confit' takes what it searched for 'ewc'."""
+    penalties = {penalty.name for penalty in create_method(method).penalties}
+    rows = (row for row in searched() if {p.name for p in create_method(row.method).penalties} == penalties)
+    return next(rows, None)
+
+
+def value_text(value: Value) -> str:
+    """As it is typed.
+
+    >>> value_text(300000.0), value_text(0.005), value_text(True), value_text("exact")
+    ('300000', '0.005', 'true', 'exact')
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.12g}" if isinstance(value, int | float) else str(value)
+
+
+def methods_table(reports: Sequence[MethodReport]) -> Table:
+    """Methods as rows."""
+    table = Table(
+        caption=f"a task, once: numbers kept, {NETWORK}, without heads. in addition: what runs besides plain "
+        "fine-tuning. Penalties join other methods by '+', e.g. ewc+confit. More of one: confitune methods NAME",
+        caption_justify="left",
+    )
+    table.add_column("method", no_wrap=True)
+    table.add_column("what it does", ratio=3)
+    table.add_column("tasks share", max_width=12)
+    table.add_column("a task", justify="right")
+    table.add_column("once", justify="right")
+    table.add_column("in addition", ratio=3)
+    for report in reports:
+        does = escape(report.summary) + (f"\n[dim]{escape(report.reference)}[/dim]" if report.reference else "")
+        numbers = (f"{report.numbers_per_task:,}", _once(report))
+        table.add_row(report.name, does, report.shares, *numbers, report.in_addition)
+    return table
+
+
+def method_page(report: MethodReport) -> Group:
+    """All of one method: what it takes, its options, and how it is called."""
+    lines = [Text(report.name, style="bold") + Text(f": {report.summary}", style="not bold")]
+    facts = {
+        "reference": report.reference,
+        "tasks share": report.shares,
+        "numbers a task": f"{report.numbers_per_task:,} ({NETWORK}, without its head)",
+        "numbers once": _once(report).replace("\n", ", "),
+        "in addition": report.in_addition,
+    }
+    lines += [Text(f"  {name}: {fact}") for name, fact in facts.items() if fact]
+    examples = [Text(f"  {example}", style="cyan") for example in report.examples]
+    options = [_options_table(report.options)] if report.options else [Text("  It has no options.")]
+    return Group(*lines, *options, *examples)
+
+
+def _options_table(options: Sequence[OptionReport]) -> Table:
+    datasets = list(dict.fromkeys(dataset for option in options for dataset in option.paper))
+    table = Table(caption="datasets: the paper's values, used there by default" if datasets else None)
+    table.caption_justify = "left"
+    table.add_column("option", no_wrap=True)
+    for column in ("default", *datasets):
+        table.add_column(column, justify="right")
+    table.add_column("what it is")
+    for option in options:
+        known = [value_text(option.paper[name]) if name in option.paper else "" for name in datasets]
+        table.add_row(option.name, value_text(option.default), *known, escape(option.description))
+    return table
 
 
 def _shares(method: Method) -> str:
@@ -130,19 +250,15 @@ def _shares(method: Method) -> str:
     return what if trained else f"{what}, frozen"
 
 
-def _options(method: Method) -> list[OptionReport]:
-    chosen = {(row.part, row.option): row.chosen for row in searched()}
-    return [
-        OptionReport(f"{part}.{name}", field.default, field.description or "", chosen.get((part, name), {}))
-        for part, options in options_of(method).items()
-        for name, field in options.model_fields.items()
-    ]
-
-
-def _examples(name: str, method: Method) -> tuple[str, ...]:
-    run = f"confitune run --method {name}"
-    options = _options(method)
+def _examples(name: str) -> tuple[str, ...]:
+    run, options = f"confitune run --method {name}", method_options(name)
     if not options:
         return (run,)
     with_option = f"{run} --set {options[0].name}={value_text(options[0].default)}"
     return (with_option, f"confitune tune {name}") if paper_search(name) else (with_option,)
+
+
+def _once(report: MethodReport) -> str:
+    if not report.numbers_once:
+        return "0"
+    return f"{report.numbers_once:,}\n{report.once_per_weight} per shared weight"

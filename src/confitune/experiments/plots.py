@@ -1,11 +1,9 @@
 """Pictures of accuracy matrices and of how accuracy develops over a task sequence.
 
-Each picture comes twice: `..._figure` builds a matplotlib Figure, `draw_...` writes it as a PNG. Methods take colours
-in the order given.
+Each function builds a matplotlib Figure; `drawing.save_figure` writes it. Methods take colours in the order given.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -26,40 +24,15 @@ from confitune.experiments.drawing import (
     MUTED,
     heading,
     plain_axes,
-    save_figure,
     task_ticks,
 )
 from confitune.metrics import average_accuracy, average_accuracy_curve, average_forgetting, mean_and_interval
-
-__all__ = [
-    "accuracy_matrix_figure",
-    "curves_figure",
-    "draw_accuracy_matrix",
-    "draw_curves",
-    "draw_overview",
-    "overview_figure",
-]
 
 Array = NDArray[np.floating]
 
 # Without its palest end, so that the lowest accuracy still differs from an empty cell.
 BLUES = ListedColormap(colormaps["Blues"](np.linspace(0.12, 1, 256)))
 PANELS_PER_ROW = 4
-
-
-def draw_accuracy_matrix(matrices: Mapping[str, Array], path: str | os.PathLike[str], *, title: str) -> None:
-    """Write `accuracy_matrix_figure` to `path` as a PNG."""
-    save_figure(accuracy_matrix_figure(matrices, title=title), path)
-
-
-def draw_curves(curves: Mapping[str, Array], path: str | os.PathLike[str], *, title: str) -> None:
-    """Write `curves_figure` to `path` as a PNG."""
-    save_figure(curves_figure(curves, title=title), path)
-
-
-def draw_overview(runs: Mapping[str, Array], path: str | os.PathLike[str], *, title: str) -> None:
-    """Write `overview_figure` to `path` as a PNG, 1800 pixels wide (readable at 900)."""
-    save_figure(overview_figure(runs, title=title), path)
 
 
 def accuracy_matrix_figure(matrices: Mapping[str, Array], *, title: str) -> Figure:

@@ -1,4 +1,4 @@
-"""What a report shows, computed once for the page and for its Markdown twin.
+"""What a report shows, numbers and tables, computed once for the page and for its Markdown twin.
 
 Texts are made here and nowhere else, by the functions that make the summary's, so that a number reads the same wherever
 it stands.
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from confitune.engine import RunResult, TaskEntry
 from confitune.errors import ConfituneError
-from confitune.experiments.markdown import summary_markdown
-from confitune.experiments.summary import collect_results, shown, summarised
+from confitune.experiments.identity import filled
+from confitune.experiments.job import RESULT
+from confitune.experiments.summary import collect_results, details, shown, summarised
 from confitune.metrics import average_accuracy_curve, mean_and_interval
 
 Array = NDArray[np.float64]
@@ -117,8 +118,7 @@ class DatasetRuns:
     def details(self) -> str:
         """What was run, in the words of the summary."""
         by_name = sorted(self.methods, key=lambda method: method.name)  # the summary's order
-        text = summary_markdown({self.name: {method.name: method.entry for method in by_name}})
-        return text.removeprefix(f"**{self.name}**, ").partition("\n")[0]
+        return details([method.entry for method in by_name])
 
     @property
     def commands(self) -> list[str]:
@@ -179,7 +179,7 @@ def _dataset(folder: Path, name: str, methods: dict[str, list[RunResult]]) -> Da
     runs = [MethodRuns(method, results) for method, results in methods.items()]
     runs.sort(key=lambda method: -method.entry["acc"]["mean"])
     started = (path for path in sorted((folder / name).glob("*/seed-*")) if path.is_dir())
-    unfinished = [f"{path.parent.name}/{path.name}" for path in started if not (path / "result.json").exists()]
+    unfinished = [f"{path.parent.name}/{path.name}" for path in started if not (path / RESULT).exists()]
     return DatasetRuns(name, runs, unfinished)
 
 
@@ -190,3 +190,78 @@ def _hint(folder: Path) -> str:
             return f"but there are some in {path.parents[3]}; name that folder"
         return f"but {path} is one; name the folder that holds <dataset>/<method>/seed-<k>"
     return f"`confitune run --out {folder}` writes them as <dataset>/<method>/seed-<k>/result.json"
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A caption, column titles and rows; the first cell of a row names it."""
+
+    caption: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def curve_table(data: DatasetRuns) -> TextTable:
+    """Average accuracy after each task."""
+    columns = ["method", *(f"after {k}" for k in range(1, data.tasks + 1))]
+    rows = [[method.name, *method.curve_texts()] for method in data.methods]
+    return TextTable("Average accuracy on the tasks learned so far (%)", columns, _filled(rows, len(columns)))
+
+
+def lost_table(data: DatasetRuns) -> TextTable:
+    """What each task lost since it was learned."""
+    columns = ["method", *(f"task {k}" for k in range(1, data.tasks + 1))]
+    rows = [[method.name, *method.lost_texts()] for method in data.methods]
+    caption = "What each task lost between the moment it was learned and the end (percentage points)"
+    return TextTable(caption, columns, _filled(rows, len(columns)))
+
+
+def storage_table(data: DatasetRuns) -> TextTable:
+    """What is stored."""
+    rows = [[m.name, f"{m.stored:,}", f"{max(m.entry['numbers_per_task']):,}"] for m in data.methods]
+    return TextTable("Numbers stored beside the shared network", ["method", "all tasks", "first task"], rows)
+
+
+def matrix_table(method: MethodRuns) -> TextTable:
+    """Mean accuracy matrix over seeds, blank where nothing was measured."""
+    mean = method.matrices.mean(axis=0)
+    rows = [
+        [f"task {i + 1}", *("" if np.isnan(value) else shown_known([value]) for value in row)]
+        for i, row in enumerate(mean)
+    ]
+    return TextTable(f"{method.name}", ["", *(f"after {k}" for k in range(1, method.tasks + 1))], rows)
+
+
+def task_table(data: DatasetRuns) -> TextTable:
+    """What was learned."""
+    rows = [
+        [task["name"], ", ".join(task["classes"]), str(task["train_images"]), str(task["test_images"])]
+        for task in data.task_details
+    ]
+    return TextTable("Tasks", ["task", "classes", "training images", "test images"], rows)
+
+
+def run_facts(result: RunResult) -> dict[str, str]:
+    """What it takes to judge a run and to repeat it."""
+    known = filled(result.config)
+    options = known.pop("options")
+    set_options = [f"{part}.{name}={value}" for part, values in options.items() for name, value in values.items()]
+    config = [f"{name}={value}" for name, value in known.items() if value is not None]
+    return {
+        "accuracy": shown_known([result.acc]),
+        "seconds": shown_known([result.seconds]),
+        "device": result.device,
+        "execution": result.execution,
+        "command": result.command,
+        "options": ", ".join(set_options) or "none",
+        "configuration": ", ".join(config),
+        "versions": ", ".join(f"{package} {version}" for package, version in result.versions.items()),
+        "weights": result.weights,
+        "weights hash": result.weights_sha256,
+        "final hash": result.final_sha256,
+    }
+
+
+def _filled(rows: list[list[str]], length: int) -> list[list[str]]:
+    """Rows of methods that learned fewer tasks, made as long as the others."""
+    return [row + ["-"] * (length - len(row)) for row in rows]
