@@ -66,7 +66,7 @@ CpusPerRun = Annotated[
 # The settings that people change; all others are for --set and recipes.
 _NETWORK = ("model", "weights", "means")
 _TRAINING = ("epochs", "batch_size", "lr", "device", "precision", "step")
-_SETTINGS = ("dataset", "data_dir", "tasks", "pipeline", *_NETWORK, *_TRAINING)
+_SETTINGS = ("dataset", "data_dir", "cache_dir", "tasks", "pipeline", *_NETWORK, *_TRAINING)
 
 
 def _recipe_values(recipe: Path | None, given: dict[str, Any], changes: list[str] | None) -> dict[str, Any]:

@@ -1,23 +1,21 @@
 """Recipe -> runs -> summary and pictures."""
 
-from confitune.experiments.doctor import Examination, Finding, examine
+from confitune.experiments.doctor import examine
 from confitune.experiments.job import run_folder
 from confitune.experiments.methods import (
-    MethodReport,
-    OptionReport,
     method_options,
     method_page,
     methods_table,
     report_method,
     report_methods,
 )
-from confitune.experiments.models import ModelReport, matching_models, report_model
+from confitune.experiments.models import matching_models, report_model
 from confitune.experiments.place import Place, open_place
 from confitune.experiments.recipe import Recipe, make_recipe, merge_settings, read_recipe
 from confitune.experiments.report import write_report
 from confitune.experiments.reproduce import Scope, read_scope, reproduce
 from confitune.experiments.runner import run_recipe
-from confitune.experiments.search import Point, Search, plan_search, winner
+from confitune.experiments.search import Point, plan_search, winner
 from confitune.experiments.summary import (
     collect_results,
     comparison_page,
@@ -28,16 +26,10 @@ from confitune.experiments.summary import (
 from confitune.experiments.tune import edge_note, run_search, search_table
 
 __all__ = [
-    "Examination",
-    "Finding",
-    "MethodReport",
-    "ModelReport",
-    "OptionReport",
     "Place",
     "Point",
     "Recipe",
     "Scope",
-    "Search",
     "collect_results",
     "comparison_page",
     "draw_pictures",

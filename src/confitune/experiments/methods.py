@@ -61,10 +61,13 @@ def options_set(method: Method, only_given: bool = False) -> dict[str, dict[str,
     """The values of a method's options, by part, as JSON takes them.
 
     Args:
-        only_given: without those of penalties that were left at their defaults.
+        only_given: without those that were left at their defaults.
     """
     found = {p.name: p.options.model_dump(mode="json", exclude_unset=only_given) for p in method.penalties}
-    return found | {part: dict(method.chosen) for part in method.name.split("+") if part in METHODS and method.chosen}
+    if method.options is None:
+        return found
+    own = method.options(**method.chosen).model_dump(mode="json", exclude_defaults=only_given)
+    return found | {part: own for part in method.name.split("+") if part in METHODS}
 
 
 def defaults_of(method: Method) -> dict[str, dict[str, Any]]:

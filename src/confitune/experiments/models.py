@@ -10,32 +10,11 @@ from confitune.nn import ContinualNet, NoBatchNormError, model_names, without_me
 
 # One or two of each family that people fine-tune; any other name or pattern can be asked for.
 WELL_KNOWN = (
-    "tf_efficientnet_lite0",
-    "resnet18",
-    "resnet34",
-    "resnet50",
-    "resnext50_32x4d",
-    "seresnet50",
-    "regnety_004",
-    "regnety_032",
-    "mobilenetv2_100",
-    "mobilenetv3_large_100",
-    "mobilenetv4_conv_small",
-    "efficientnet_b0",
-    "tf_efficientnetv2_s",
-    "mnasnet_100",
-    "ghostnet_100",
-    "densenet121",
-    "vgg11_bn",
-    "dla34",
-    "hrnet_w18_small",
-    "res2net50_26w_4s",
-    "inception_v3",
-    "repvgg_a0",
-    "cspdarknet53",
-    "torchvision:resnet18",
-    "torchvision:shufflenet_v2_x1_0",
-    "torchvision:googlenet",
+    *("tf_efficientnet_lite0", "resnet18", "resnet34", "resnet50", "resnext50_32x4d", "seresnet50", "regnety_004"),
+    *("regnety_032", "mobilenetv2_100", "mobilenetv3_large_100", "mobilenetv4_conv_small", "efficientnet_b0"),
+    *("tf_efficientnetv2_s", "mnasnet_100", "ghostnet_100", "densenet121", "vgg11_bn", "dla34", "hrnet_w18_small"),
+    *("res2net50_26w_4s", "inception_v3", "repvgg_a0", "cspdarknet53"),
+    *("torchvision:resnet18", "torchvision:shufflenet_v2_x1_0", "torchvision:googlenet"),
 )
 
 

@@ -51,7 +51,7 @@ def work(errand: Errand, mailbox: Any) -> list[RunResult | ConfituneError]:
     node, attempt = platform.node(), uuid4().hex
 
     def send(messages: list[Message], wait: bool) -> None:
-        sent = mailbox.put.remote(letter_of(messages))
+        sent = mailbox.put.remote(pickle.dumps(messages))
         if wait:
             _wait_for(sent)
 
@@ -146,11 +146,6 @@ def open_mailbox(ray: Any) -> Any:
 
     where = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}, "max_restarts": -1}
     return ray.remote(**where)(Mailbox).remote()
-
-
-def letter_of(messages: Sequence[Message]) -> bytes:
-    """For the mailbox."""
-    return pickle.dumps(list(messages))
 
 
 def read_letters(letters: Iterable[bytes]) -> list[Message]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confitune.engine import RunResult, TaskEntry
+from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.identity import filled
 from confitune.experiments.job import RESULT
@@ -30,6 +30,15 @@ EXPLAINED = (
     "each task right after it was learned. BWT: how later tasks changed earlier ones. All in percent. Numbers a task: "
     "what the first task added to what is stored (joint has one task, all of them). Mean ± 95% interval over seeds."
 )
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A caption, column titles and rows; the first cell of a row names it."""
+
+    caption: str
+    columns: list[str]
+    rows: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,14 @@ class MethodRuns:
         """What each task lost between these two; negative is a gain."""
         return [shown_known(self.matrices[:, i, i] - self.matrices[:, i, -1]) for i in range(self.tasks)]
 
+    def matrix_table(self) -> TextTable:
+        """Mean accuracy matrix over seeds, blank where nothing was measured."""
+        rows = [
+            [f"task {i + 1}", *("" if np.isnan(value) else shown_known([value]) for value in row)]
+            for i, row in enumerate(self.matrices.mean(axis=0))
+        ]
+        return TextTable(self.name, ["", *(f"after {k}" for k in range(1, self.tasks + 1))], rows)
+
 
 @dataclass(frozen=True)
 class DatasetRuns:
@@ -125,15 +142,38 @@ class DatasetRuns:
         """The commands that made it, each once."""
         return list(dict.fromkeys(result.command for method in self.methods for result in method.results))
 
-    @property
-    def task_details(self) -> list[TaskEntry]:
-        """Name, classes and images of each task, from a method that learned all of them if there is one."""
-        return max((method.results[0].tasks for method in self.methods), key=len)
-
     def is_best(self, method: MethodRuns) -> bool:
         """Whether no method has a higher accuracy."""
         highest = max(other.entry["acc"]["mean"] for other in self.methods)
         return bool(method.entry["acc"]["mean"] == highest)
+
+    def curve_table(self) -> TextTable:
+        """Average accuracy after each task."""
+        rows = {method.name: method.curve_texts() for method in self.methods}
+        return self._by_task("Average accuracy on the tasks learned so far (%)", "after", rows)
+
+    def lost_table(self) -> TextTable:
+        """What each task lost since it was learned."""
+        rows = {method.name: method.lost_texts() for method in self.methods}
+        caption = "What each task lost between the moment it was learned and the end (percentage points)"
+        return self._by_task(caption, "task", rows)
+
+    def _by_task(self, caption: str, word: str, rows: dict[str, list[str]]) -> TextTable:
+        """A column for each task; methods that learned fewer have '-' for the others."""
+        columns = ["method", *(f"{word} {k}" for k in range(1, self.tasks + 1))]
+        filled_up = [[name, *texts, *["-"] * (self.tasks - len(texts))] for name, texts in rows.items()]
+        return TextTable(caption, columns, filled_up)
+
+    def storage_table(self) -> TextTable:
+        """What is stored."""
+        rows = [[m.name, f"{m.stored:,}", f"{max(m.entry['numbers_per_task']):,}"] for m in self.methods]
+        return TextTable("Numbers stored beside the shared network", ["method", "all tasks", "first task"], rows)
+
+    def task_table(self) -> TextTable:
+        """What was learned, as a method says that learned all tasks if there is one."""
+        tasks = max((method.results[0].tasks for method in self.methods), key=len)
+        rows = [[t["name"], ", ".join(t["classes"]), str(t["train_images"]), str(t["test_images"])] for t in tasks]
+        return TextTable("Tasks", ["task", "classes", "training images", "test images"], rows)
 
 
 @dataclass(frozen=True)
@@ -192,55 +232,6 @@ def _hint(folder: Path) -> str:
     return f"`confitune run --out {folder}` writes them as <dataset>/<method>/seed-<k>/result.json"
 
 
-@dataclass(frozen=True)
-class TextTable:
-    """A caption, column titles and rows; the first cell of a row names it."""
-
-    caption: str
-    columns: list[str]
-    rows: list[list[str]]
-
-
-def curve_table(data: DatasetRuns) -> TextTable:
-    """Average accuracy after each task."""
-    columns = ["method", *(f"after {k}" for k in range(1, data.tasks + 1))]
-    rows = [[method.name, *method.curve_texts()] for method in data.methods]
-    return TextTable("Average accuracy on the tasks learned so far (%)", columns, _filled(rows, len(columns)))
-
-
-def lost_table(data: DatasetRuns) -> TextTable:
-    """What each task lost since it was learned."""
-    columns = ["method", *(f"task {k}" for k in range(1, data.tasks + 1))]
-    rows = [[method.name, *method.lost_texts()] for method in data.methods]
-    caption = "What each task lost between the moment it was learned and the end (percentage points)"
-    return TextTable(caption, columns, _filled(rows, len(columns)))
-
-
-def storage_table(data: DatasetRuns) -> TextTable:
-    """What is stored."""
-    rows = [[m.name, f"{m.stored:,}", f"{max(m.entry['numbers_per_task']):,}"] for m in data.methods]
-    return TextTable("Numbers stored beside the shared network", ["method", "all tasks", "first task"], rows)
-
-
-def matrix_table(method: MethodRuns) -> TextTable:
-    """Mean accuracy matrix over seeds, blank where nothing was measured."""
-    mean = method.matrices.mean(axis=0)
-    rows = [
-        [f"task {i + 1}", *("" if np.isnan(value) else shown_known([value]) for value in row)]
-        for i, row in enumerate(mean)
-    ]
-    return TextTable(f"{method.name}", ["", *(f"after {k}" for k in range(1, method.tasks + 1))], rows)
-
-
-def task_table(data: DatasetRuns) -> TextTable:
-    """What was learned."""
-    rows = [
-        [task["name"], ", ".join(task["classes"]), str(task["train_images"]), str(task["test_images"])]
-        for task in data.task_details
-    ]
-    return TextTable("Tasks", ["task", "classes", "training images", "test images"], rows)
-
-
 def run_facts(result: RunResult) -> dict[str, str]:
     """What it takes to judge a run and to repeat it."""
     known = filled(result.config)
@@ -260,8 +251,3 @@ def run_facts(result: RunResult) -> dict[str, str]:
         "weights hash": result.weights_sha256,
         "final hash": result.final_sha256,
     }
-
-
-def _filled(rows: list[list[str]], length: int) -> list[list[str]]:
-    """Rows of methods that learned fewer tasks, made as long as the others."""
-    return [row + ["-"] * (length - len(row)) for row in rows]

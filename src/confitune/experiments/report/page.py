@@ -26,12 +26,8 @@ from confitune.experiments.report.data import (
     MethodRuns,
     Report,
     TextTable,
-    curve_table,
-    lost_table,
     run_facts,
     shown_known,
-    storage_table,
-    task_table,
 )
 from confitune.metrics import mean_and_interval
 
@@ -79,13 +75,13 @@ def _dataset(index: int, data: DatasetRuns) -> str:
         unfinished=_unfinished(data),
         commands="\n".join(f"<pre><code>{escape(command)}</code></pre>" for command in data.commands),
         tasks=data.tasks,
-        task_table=_table(task_table(data)),
+        task_table=_table(data.task_table()),
         explained=escape(EXPLAINED),
         columns="".join(_column(title) for title in ("method", *data.methods[0].cells())),
         rows="\n".join(_row(method, best=data.is_best(method)) for method in data.methods),
-        curve_table=_table(curve_table(data)),
-        lost_table=_table(lost_table(data)),
-        storage_table=_table(storage_table(data)),
+        curve_table=_table(data.curve_table()),
+        lost_table=_table(data.lost_table()),
+        storage_table=_table(data.storage_table()),
         seeds=options,
         runs="\n".join(_method_runs(method) for method in data.methods),
     )

@@ -7,19 +7,7 @@ import re
 from pathlib import Path
 
 from confitune.errors import ConfituneError
-from confitune.experiments.report.data import (
-    EXPLAINED,
-    DatasetRuns,
-    Report,
-    TextTable,
-    collect_report,
-    curve_table,
-    lost_table,
-    matrix_table,
-    run_facts,
-    storage_table,
-    task_table,
-)
+from confitune.experiments.report.data import EXPLAINED, DatasetRuns, Report, TextTable, collect_report, run_facts
 from confitune.experiments.report.page import report_page
 from confitune.files import write_whole
 
@@ -78,12 +66,12 @@ def _dataset(data: DatasetRuns) -> list[str]:
         name = f"**{plain(method.name)}** (best ACC)" if data.is_best(method) else plain(method.name)
         rows.append([name, *(text for text, _ in method.cells().values())])
     parts += [_lines(columns, rows), EXPLAINED]
-    for table in (curve_table(data), lost_table(data), storage_table(data)):
+    for table in (data.curve_table(), data.lost_table(), data.storage_table()):
         parts += [f"### {table.caption}", _table(table)]
     parts.append("### Accuracy of each task after each task (%), mean over seeds")
-    for table in map(matrix_table, data.methods):
+    for table in (method.matrix_table() for method in data.methods):
         parts += [f"#### {plain(table.caption)}", _table(table)]
-    parts += ["### Tasks", _table(task_table(data)), "### Runs"]
+    parts += ["### Tasks", _table(data.task_table()), "### Runs"]
     for method in data.methods:
         for result in method.results:
             facts = [f"- {name}: {plain(value)}" for name, value in run_facts(result).items()]

@@ -11,7 +11,7 @@ from confitune.experiments.drawing import Lines, draw_panels, save_figure
 from confitune.experiments.paper import reported_storage
 from confitune.experiments.place import Place
 from confitune.experiments.plots import curves_figure
-from confitune.experiments.reproduce.outcome import Claim, Outcome, picture_name
+from confitune.experiments.reproduce.outcome import Outcome, picture_name
 from confitune.experiments.reproduce.plan import TABLE1, Part, Scope, by_dataset, results_of
 from confitune.experiments.summary import markdown_table
 from confitune.metrics import average_accuracy_curve
@@ -79,7 +79,7 @@ def storage(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             if one is not None:
                 near = abs(one - told[method]) / told[method] <= 0.25
                 text = f"a task of {method} adds {told[method] / 1e6:.2f}M numbers"
-                outcome.claims.append(Claim(text=text, measured=f"{one:,}", holds=near))
+                outcome.claim(text, f"{one:,}", near)
     return outcome
 
 
@@ -87,28 +87,21 @@ def theory(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Propositions 1 to 3 as numerical checks."""
     first, second, third = check_proposition1(), check_proposition2(), check_proposition3()
     outcome = Outcome(what="theory", title="Propositions 1 to 3, checked by numbers")
-    outcome.claims = [
-        Claim(
-            text="1: the mean of a convolution's output is the convolution of the mean (padding K - 1, any stride)",
-            measured=f"largest difference {first.worst_violation:.1e} in {first.cases} random cases",
-            holds=first.holds,
-        ),
-        Claim(
-            text="2: the loss of an earlier task is bounded below by how badly the head was aligned",
-            measured=f"largest violation {second.worst_violation:.1e} in {second.instances} instances",
-            holds=second.holds,
-        ),
-        Claim(
-            text="2: the bound is tighter the better the features are",
-            measured=", ".join(f"{level.distance:.2f}: {level.tightness:.2f}" for level in second.levels),
-            holds=second.tighter_with_better_features,
-        ),
-        Claim(
-            text="3: probing first, then fine-tuning moves no features and forgets nothing",
-            measured=f"largest move or loss {third.worst_violation:.1e}",
-            holds=third.holds,
-        ),
-    ]
+    outcome.claim(
+        "1: the mean of a convolution's output is the convolution of the mean (padding K - 1, any stride)",
+        f"largest difference {first.worst_violation:.1e} in {first.cases} random cases",
+        first.holds,
+    )
+    outcome.claim(
+        "2: the loss of an earlier task is bounded below by how badly the head was aligned",
+        f"largest violation {second.worst_violation:.1e} in {second.instances} instances",
+        second.holds,
+    )
+    tightness = ", ".join(f"{level.distance:.2f}: {level.tightness:.2f}" for level in second.levels)
+    text = "2: the bound is tighter the better the features are"
+    outcome.claim(text, tightness, second.tighter_with_better_features)
+    text = "3: probing first, then fine-tuning moves no features and forgets nothing"
+    outcome.claim(text, f"largest move or loss {third.worst_violation:.1e}", third.holds)
     sizes = {
         f"padding {padding}": (
             [b.size for b in first.borders if b.padding == padding],

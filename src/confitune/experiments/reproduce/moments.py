@@ -16,7 +16,7 @@ from confitune.engine import Listener
 from confitune.experiments.drawing import draw_panels
 from confitune.experiments.place import Place
 from confitune.experiments.reproduce.moment_errors import add_moment_errors
-from confitune.experiments.reproduce.outcome import Claim, Outcome, picture_name, shown
+from confitune.experiments.reproduce.outcome import Outcome, picture_name, shown
 from confitune.experiments.reproduce.plan import Part, Scope, by_dataset
 from confitune.experiments.summary import markdown_table
 from confitune.metrics import mean_and_interval
@@ -92,23 +92,17 @@ def shift(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         }
         ran = [[p.method, p.form or "-", str(len(found[p.method]))] for p in of_it if p.method in found]
         outcome.tables[f"{dataset}: what was run"] = markdown_table(["method", "Xconv BN", "seeds"], ran)
-        outcome.claims += _shift_claims(dataset, d1, added)
+        _claim_shift(outcome, dataset, d1, added)
         add_moment_errors(outcome, scope, dataset, found)
     return outcome
 
 
-def _shift_claims(dataset: str, d1: dict[str, np.ndarray], added: dict[str, np.ndarray]) -> list[Claim]:
-    claims = []
+def _claim_shift(outcome: Outcome, dataset: str, d1: dict[str, np.ndarray], added: dict[str, np.ndarray]) -> None:
     for plain, hierarchical in (("finetune", "hierarchical"), ("finetune-xconv", "confit")):
         if {plain, hierarchical} <= set(d1):
-            lower = int((d1[hierarchical] < d1[plain]).sum())
-            claims.append(
-                Claim(
-                    text=f"{dataset}: hierarchical fine-tuning lowers D1 ({hierarchical} against {plain})",
-                    measured=f"in {lower} of {len(d1[plain])} convolutions",
-                    holds=lower > len(d1[plain]) / 2,
-                )
-            )
+            lower, of = int((d1[hierarchical] < d1[plain]).sum()), len(d1[plain])
+            text = f"{dataset}: hierarchical fine-tuning lowers D1 ({hierarchical} against {plain})"
+            outcome.claim(text, f"in {lower} of {of} convolutions", lower > of / 2)
     for plain, xconv in (("finetune", "finetune-xconv"), ("hierarchical", "confit")):
         if {plain, xconv} <= set(added):
             first = np.maximum(added[xconv][:5], 0).sum() / max(added[plain][:5].sum(), 1e-12)
@@ -117,21 +111,11 @@ def _shift_claims(dataset: str, d1: dict[str, np.ndarray], added: dict[str, np.n
                 1 - added[xconv][part].sum() / max(added[plain][part].sum(), 1e-12)
                 for part in (slice(None, half), slice(half, None))
             )
-            claims.append(
-                Claim(
-                    text=f"{dataset}: Xconv BN lowers D2 - D0 of {plain} to under a tenth in the first five layers",
-                    measured=f"to {100 * first:.1f}%",
-                    holds=bool(first < 0.1),
-                )
-            )
-            claims.append(
-                Claim(
-                    text=f"{dataset}: Xconv BN helps most in shallow layers ({xconv} against {plain})",
-                    measured=f"lower by {100 * shallow:.0f}% in the first half, {100 * deep:.0f}% in the second",
-                    holds=bool(shallow > deep),
-                )
-            )
-    return claims
+            text = f"{dataset}: Xconv BN lowers D2 - D0 of {plain} to under a tenth in the first five layers"
+            outcome.claim(text, f"to {100 * first:.1f}%", bool(first < 0.1))
+            text = f"{dataset}: Xconv BN helps most in shallow layers ({xconv} against {plain})"
+            measured = f"lower by {100 * shallow:.0f}% in the first half, {100 * deep:.0f}% in the second"
+            outcome.claim(text, measured, bool(shallow > deep))
 
 
 def transductive(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
@@ -154,20 +138,9 @@ def transductive(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             gain = acc["running", "true"] - acc["running", "running"]
             both = acc["true", "true"] - acc["running", "running"]
             if part.method == "confit":
-                outcome.claims.append(
-                    Claim(
-                        text=f"{dataset}: a true variance gains less than 1 point (confit)",
-                        measured=f"{gain:+.2f}",
-                        holds=gain < 1,
-                    )
-                )
-            outcome.claims.append(
-                Claim(
-                    text=f"{dataset}: true mean and variance beat running ones ({part.method})",
-                    measured=f"{both:+.2f}",
-                    holds=both > 0,
-                )
-            )
+                outcome.claim(f"{dataset}: a true variance gains less than 1 point (confit)", f"{gain:+.2f}", gain < 1)
+            text = f"{dataset}: true mean and variance beat running ones ({part.method})"
+            outcome.claim(text, f"{both:+.2f}", both > 0)
         outcome.tables[dataset] = markdown_table(["method", *(f"{m} mean, {v} variance" for m, v in cases)], rows)
     return outcome
 

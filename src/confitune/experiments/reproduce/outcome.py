@@ -131,6 +131,10 @@ class Outcome(BaseModel):
     notes: list[str] = Field(default_factory=list)
     data: dict[str, Any] = Field(default_factory=dict)
 
+    def claim(self, text: str, measured: str, holds: bool | None) -> None:
+        """Add what the paper says and what was measured of it."""
+        self.claims.append(Claim(text=text, measured=measured, holds=holds))
+
     def markdown(self) -> str:
         """The page."""
         parts = [f"# {self.title}"]

@@ -13,7 +13,7 @@ from confitune.experiments.job import file_name
 from confitune.experiments.methods import value_text
 from confitune.experiments.paper import reported, reported_datasets, searched
 from confitune.experiments.place import Place
-from confitune.experiments.reproduce.outcome import Claim, Outcome, cells_of, shown
+from confitune.experiments.reproduce.outcome import Outcome, cells_of, shown
 from confitune.experiments.reproduce.plan import Part, Scope, by_dataset, results_of
 from confitune.experiments.search import plan_search
 from confitune.experiments.summary import markdown_table
@@ -64,14 +64,8 @@ def table1(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             means = [mean_and_interval([r.acc for r in results[m]]).mean for m in ("confit", "single-task")]
             known.append(f"{dataset}: {means[0]:.2f} against {means[1]:.2f}")
             beats.append(means[0] > means[1])
-    whole = len(beats) == 4
-    outcome.claims.append(
-        Claim(
-            text="ConFiT beats single-task learning on three of four datasets",
-            measured="; ".join(known) or "-",
-            holds=sum(beats) >= 3 if whole else None,
-        )
-    )
+    text = "ConFiT beats single-task learning on three of four datasets"
+    outcome.claim(text, "; ".join(known) or "-", sum(beats) >= 3 if len(beats) == 4 else None)
     return outcome
 
 
@@ -84,16 +78,13 @@ def table2(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         acc = {method: mean_and_interval([r.acc for r in runs]).mean for method, runs in results.items()}
         if len(acc) == 4:
             ordered = sorted(acc, key=lambda method: acc[method])
-            paper = {m: cells[dataset].acc for m, cells in reported("table2").items() if dataset in cells}
-            outcome.claims.append(
-                Claim(
-                    text=f"{dataset}: each half helps alone, both together help most"
-                    + (f" (order: {', '.join(sorted(paper, key=lambda m: paper[m]))})" if paper else ""),
-                    measured=", ".join(f"{method} {acc[method]:.2f}" for method in ordered),
-                    holds=ordered[0] == "finetune"
-                    and ordered[-1] == "confit"
-                    and (not paper or ordered == sorted(paper, key=lambda m: paper[m])),
-                )
+            told = {m: cells[dataset].acc for m, cells in reported("table2").items() if dataset in cells}
+            paper = sorted(told, key=lambda m: told[m])
+            outcome.claim(
+                f"{dataset}: each half helps alone, both together help most"
+                + (f" (order: {', '.join(paper)})" if paper else ""),
+                ", ".join(f"{method} {acc[method]:.2f}" for method in ordered),
+                (ordered[0], ordered[-1]) == ("finetune", "confit") and (not paper or ordered == paper),
             )
     return outcome
 
@@ -146,9 +137,7 @@ def deeper(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             small, large = (found.get((network, method), (None, None))[which] for network in ("resnet34", "resnet50"))
             known = small is not None and large is not None
             measured = f"{small:.2f} and {large:.2f}" if known else "-"
-            outcome.claims.append(
-                Claim(text=f"{dataset}: {text}", measured=measured, holds=large > small if known else None)
-            )
+            outcome.claim(f"{dataset}: {text}", measured, large > small if known else None)
     return outcome
 
 
