@@ -95,9 +95,9 @@ def paired_convs(net: ContinualNet, example_input: Tensor | None = None) -> dict
             "a calibrated network (CCLL) normalises what its calibrations make of a convolution's output, so the "
             "output's moments have no running ones to be compared with; its convolutions never move anyway"
         )
-    norms = net.parts["norms"] if "norms" in net.parts else None
-    if isinstance(norms, XconvNorms):
-        return {conv: norm for norm, conv in norms.pairs.items()}
+    for part in net.parts.values():
+        if isinstance(part, XconvNorms):
+            return {conv: norm for norm, conv in part.pairs.items()}
     flow = trace_flow(net.backbone, example_input)
     pairs = {}
     for norm, module in net.backbone.named_modules():

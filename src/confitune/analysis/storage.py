@@ -67,8 +67,8 @@ def measure_storage(
     """Take a network without weights through `tasks` tasks by each method, learning nothing, and count what it holds.
 
     Args:
-        model: a name as `without_memory` takes it, or what makes a backbone. A network by name is made on the meta device
-            where that works: shapes are there, nothing is computed.
+        model: a name, or what makes a backbone. A network by name is made on the meta device where that works: shapes
+            are there, nothing is computed.
         methods: names, or methods with options of their own.
         image_size: of the one batch that every task sees; live statistics of Xconv BN depend on it.
         means: what Xconv BN keeps.
@@ -112,9 +112,7 @@ def storage_of(result: RunResult) -> list[StorageRow]:
     return rows
 
 
-def _grow(
-    method: Method, make: Callable[[], nn.Module], classes: int, tasks: int, size: int
-) -> Iterator[StorageRow]:
+def _grow(method: Method, make: Callable[[], nn.Module], classes: int, tasks: int, size: int) -> Iterator[StorageRow]:
     backbone = headless(make())
     pretrained = _numbers(backbone.state_dict())
     net = method.network(backbone)
@@ -128,7 +126,7 @@ def _grow(
         peak = _learn(net, method, f"task{count}", classes * (count if method.joint else 1), images) - pretrained
         storage = net.storage().values()
         kept = sum(task.beside_head for task in storage) + sum(hook.storage() for hook in method.hooks)
-        kept += _numbers([part.pretrained() for part in net.parts.values()])
+        kept += sum(_numbers(list(part.buffers(recurse=False))) for part in net.parts.values())  # what is kept once
         yield StorageRow(
             method=method.name,
             tasks=count,

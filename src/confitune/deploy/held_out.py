@@ -14,7 +14,7 @@ from torch import Tensor
 from confitune.deploy.bundle import Bundle
 from confitune.deploy.format import BundleError
 from confitune.deploy.predictor import Predictor
-from confitune.engine.settings import derived_generator
+from confitune.engine.seeds import derived_generator
 from confitune.nn import ContinualNet
 from confitune.tasks import CROP, Images, Preprocess, Progress, UnreadableImageError, open_rgb
 

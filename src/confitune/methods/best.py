@@ -30,7 +30,7 @@ class BestOptions(Options):
 
     rank: int = Field(1, ge=1, description="of the changes of weights")
     batches: int = Field(16, ge=1, description="whose gradients say where the changes start")
-    worse: float = Field(2.0, ge=0, description="a head is enough where own statistics leave so many times as much open")
+    worse: float = Field(2.0, ge=0, description="a head is enough where own statistics leave so many times more open")
     most: float = Field(0.5, ge=0, description="but not where pre-trained ones leave more than this share open")
     images: int = Field(256, ge=2, description="that both are judged by; all of a smaller task")
 

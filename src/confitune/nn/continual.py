@@ -107,6 +107,12 @@ class ContinualNet(nn.Module):
         return list(self.tasks)[-1]
 
     @property
+    def numbers_per_task(self) -> int:
+        """What a finished task that owns all parts keeps, without its head."""
+        shapes = (part.shapes(finished=True, classes=1) for part in self._parts if part is not self.head)
+        return sum(shape.numel() for of_part in shapes for shape in of_part.values())
+
+    @property
     def kinds(self) -> list[str]:
         """What its parts are, with their options; a saved state must agree."""
         return [part.kind for part in self._parts]

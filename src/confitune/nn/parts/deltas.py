@@ -39,7 +39,6 @@ class Deltas(Part):
         self.a, self.b = nn.ParameterList(), nn.ParameterList()
         self._merged: list[Tensor] = []  # changed weights of the task that is prepared
 
-
     @property
     def kind(self) -> str:
         return f"Deltas({self.rank})"
@@ -56,7 +55,7 @@ class Deltas(Part):
                     layer.forward = partial(self._forward, len(self.a) - 1, layer)  # type: ignore[method-assign]
 
     def live(self, finished: bool) -> dict[str, Tensor]:
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, a, b in zip(self.layers, self.a, self.b, strict=True):
             found |= {f"{name}.delta.a": a.detach(), f"{name}.delta.b": b.detach()}
         return found
@@ -87,12 +86,13 @@ class Deltas(Part):
 
     def merged(self) -> dict[str, Tensor]:
         """The weights with the live task's changes in them, by the names of layers."""
-        weights = (layer.get_parameter("weight") for layer in self.layers.values())
-        return {name: self._changed(n, weight) for n, (name, weight) in enumerate(zip(self.layers, weights, strict=True))}
+        layers = enumerate(self.layers.items())
+        return {name: self._changed(place, layer.get_parameter("weight")) for place, (name, layer) in layers}
 
     def _changed(self, place: int, weight: Tensor) -> Tensor:
         with torch.autocast(weight.device.type, enabled=False):  # the change is small: not in half precision
-            return weight + (self.b[place] @ self.a[place]).view_as(weight)
+            changed: Tensor = weight + (self.b[place] @ self.a[place]).view_as(weight)
+            return changed
 
     def weights_version(self) -> int:
         return sum(layer.get_parameter("weight")._version for layer in self.layers.values())
@@ -156,6 +156,6 @@ def _forward_mixed(layer: Any, a: Tensor, b: Tensor, x: Tensor) -> Tensor:
     # All images as groups of one convolution, and in each its own groups, which share A.
     filters = a.view(images, 1, rank, *layer.weight.shape[1:]).expand(-1, groups, -1, -1, -1, -1)
     filters = filters.reshape(images * groups * rank, *layer.weight.shape[1:]).to(x.dtype)
-    low = conv2d(padded.reshape(1, -1, *padded.shape[2:]), filters, None, layer.stride, 0, layer.dilation, images * groups)
-    points = b.reshape(-1, rank, 1, 1).to(x.dtype)
-    return output + conv2d(low, points, groups=images * groups).view_as(output)
+    joined, groups = padded.reshape(1, -1, *padded.shape[2:]), images * groups
+    low = conv2d(joined, filters, None, layer.stride, 0, layer.dilation, groups)
+    return output + conv2d(low, b.reshape(-1, rank, 1, 1).to(x.dtype), groups=groups).view_as(output)

@@ -6,7 +6,7 @@ import torch
 from pydantic import ValidationError
 
 from confitune.engine import TrainSettings
-from confitune.engine.settings import derived_generator, derived_seed
+from confitune.engine.seeds import derived_generator, derived_seed
 from confitune.errors import ConfituneError
 
 
