@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from confitune.cli.app import Option, app, stoppable
+from confitune.cli.options import SettingsCommand, with_settings
 from confitune.errors import ConfituneError
 
 if TYPE_CHECKING:
@@ -20,45 +21,42 @@ if TYPE_CHECKING:
 BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="a folder that `confitune learn` made")]
 
 
-@app.command(name="learn")
+@app.command(name="learn", cls=SettingsCommand)
+@with_settings("epochs", "batch_size", "lr", "seed", "augmentation", "model", "weights", "device", "cache_dir")
 def learn_command(
     folder: Annotated[
         Path, typer.Argument(help="one folder of photos for each class; or train/ and test/ with such folders")
     ],
     name: Annotated[str, Option(help="of the task, e.g. birds")],
     bundle: Annotated[Path, Option(help="the model's folder; made by the first task")],
-    epochs: Annotated[int, Option(min=1, help="how often every photo is seen")] = 10,
-    batch_size: Annotated[int, Option(min=2, help="photos a step")] = 32,
-    lr: Annotated[float | None, Option(help="learning rate; default: 0.03 of best, 0.01 of confit")] = None,
-    seed: Annotated[int, Option(min=0, help="of everything random")] = 0,
     keep: Annotated[
         int, Option(min=0, help="held-out photos to keep with the model, to check the task later; 0: none")
     ] = 64,
     check: Annotated[
         int, Option(min=0, help="earlier tasks to test again afterwards, at random where there are more; 0: none")
     ] = 20,
-    model: Annotated[
-        str | None, Option(help="for a new bundle: a timm or torchvision name; default: tf_efficientnet_lite0")
-    ] = None,
-    weights: Annotated[str | None, Option(help="for a new bundle: a .safetensors or .pth file")] = None,
-    means: Annotated[
-        str | None, Option(help="for a new bundle: window (exact, default) or phase (the paper's, a third the size)")
-    ] = None,
     size: Annotated[
         int | None, Option(min=32, max=224, help="for a new bundle: pixels of the network's input; default 224")
     ] = None,
     method: Annotated[
-        str | None, Option(help="for a new bundle: best (default, see docs/best.md) or confit (the paper's)")
+        str | None,
+        Option(help="for a new bundle: best (default, see docs/best.md), confit (the paper's), linear-probe, bn-only"),
     ] = None,
-    device: Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    cache_dir: Annotated[Path | None, Option(help="folder for decoded images")] = None,
+    set_option: Annotated[
+        list[str] | None,
+        Option(
+            "--set", help="repeatable: any other setting, e.g. optimizer=adamw or best.rank=2 (`confitune options`)"
+        ),
+    ] = None,
+    **settings: Any,
 ) -> None:
     """Teach one model another task from a folder of photos, and see what the earlier tasks lost or gained.
 
-    The first call makes the model from a pre-trained network; every later one adds a task. Where pre-trained features
-    are best for a task only a head is fitted, otherwise the network is trained (--method best). A fifth of the photos
-    (or test/) is held out to measure accuracy, and some of them stay with the model: after every task the earlier ones
-    are tested again, up to --check of them. If learning is stopped or fails, the model is as it was.
+    The first call makes the model from a pre-trained network; every later one adds a task. With --method best the
+    network stays as it was pre-trained: a task gets a head, and where that is not enough norms and small changes of its
+    own, so earlier tasks lose nothing. A fifth of the photos (or test/) is held out to measure accuracy, and some of
+    them stay with the model: after every task the earlier ones are tested again, up to --check of them. If learning is
+    stopped or fails, the model is as it was.
 
     [bold]Examples[/bold]
 
@@ -70,19 +68,23 @@ def learn_command(
 
     from confitune.deploy import LearnSettings, learn
     from confitune.engine import LiveProgress, decoding_bar
+    from confitune.experiments import merge_settings
 
-    console = Console()
-    given = {"model": model, "weights": weights, "means": means, "size": size, "epochs": epochs, "lr": lr}
-    given |= {"batch_size": batch_size, "seed": seed, "device": device, "keep": keep, "check": check, "method": method}
+    console, cache_dir = Console(), settings.pop("cache_dir", None)
+    given = {"size": size, "method": method, "keep": keep, "check": check}
+    values = merge_settings(
+        settings | {key: value for key, value in given.items() if value is not None}, set_option or ()
+    )
+    values["options"] = {key: value for of_part in values.pop("options", {}).values() for key, value in of_part.items()}
     try:
-        settings = LearnSettings.model_validate(given)
+        checked = LearnSettings.model_validate({k: v for k, v in values.items() if k != "options" or v})
     except ValidationError as error:
         wrong = (f"--{problem['loc'][0]} {problem['input']}: {problem['msg']}" for problem in error.errors())
         raise ConfituneError("; ".join(wrong)) from error
     progress = LiveProgress(console, name)
     with stoppable("the bundle is as it was"), decoding_bar(console) as decoding:
         try:
-            report = learn(folder, name, bundle, settings, cache_dir=cache_dir, listener=progress, progress=decoding)
+            report = learn(folder, name, bundle, checked, cache_dir=cache_dir, listener=progress, progress=decoding)
         finally:
             progress.close()
     _print_learned(console, report, bundle)
@@ -106,7 +108,7 @@ def _print_learned(console: Console, report: LearnReport, bundle: Path) -> None:
         )
     console.print(table)
     if report.only_head:
-        console.print("The task keeps the pre-trained features: only a head was fitted, the network did not move.")
+        console.print("The pre-trained features are enough for this task: only a head was fitted.")
     kept = f", held-out photos {report.held_out_bytes / 1e6:.2f} MB" if report.held_out_bytes else ""
     console.print(
         f"{bundle} grew by {report.bytes / 1e6:.2f} MB ({report.numbers:,} numbers and the head){kept}; "

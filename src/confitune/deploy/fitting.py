@@ -6,9 +6,9 @@ in units of the variance, averaged over channels; its logarithm is compared with
 when it was learned, the deviations are averaged over layers, and the average is compared with that of images of the
 task which it was not trained on. That takes one forward pass for each task, and two numbers a layer to remember.
 
-Tasks that share the state of pre-training share its means, too, which would tell none of them apart. Each remembers how
-far the means of its own training images are from those, and distances are measured to there. Where a later task moves
-the weights, the shared means are recovered, and what is remembered moves along with them.
+Tasks that own no norms share those of pre-training, which would tell none of them apart. Each remembers how far the
+means of its own training images are from those, and distances are measured to there. A network without batch norm has
+no such statistics: there a guess rests on how sure the heads are.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Fit:
         std: likewise.
         usual: what the deviations of new images are on average.
         spread: how much that varies from image to image.
-        reference: of a task that shares the state of pre-training: how far the channel means of its training images are
-            from those of the state, one layer after the other.
+        reference: of a task that owns no norms: how far the channel means of its training images are from those of
+            pre-training, one layer after the other.
     """
 
     mean: Tensor
@@ -69,9 +69,10 @@ class Fit:
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor], channels: Sequence[int]) -> Fit | None:
         """A copy of named tensors, which may be those of a file; None where they are not those of layers with so many
-        channels each, or where a task that shares the state of pre-training has no reference.
+        channels each, or where a task that owns no norms has no reference.
         """
-        layers, keys = len(channels), (*_KEYS, *((_REFERENCE,) if "pretrained" in state else ()))
+        owns_norms = any(key.endswith(".running_var") for key in state)
+        layers, keys = len(channels), (*_KEYS, *(() if owns_norms else (_REFERENCE,)))
         expected = [(layers,), (layers,), (), (), (sum(channels),)][: len(keys)]
         shapes = [tuple(state[key].shape) if key in state else None for key in keys]
         return cls(*(state[key].float().clone() for key in keys)) if shapes == expected else None
@@ -87,6 +88,8 @@ def logits_and_distances(
         reference: of the task's fit, where it has one.
     """
     logits, off = _differences(net, x, task)
+    if not off:
+        return logits, torch.zeros(len(x), 0)
     if reference is not None:
         parts = reference.to(x.device).split([norm.num_features for norm, _ in off])
         off = [(norm, means - part) for (norm, means), part in zip(off, parts, strict=True)]
@@ -95,8 +98,10 @@ def logits_and_distances(
 
 
 @torch.no_grad()
-def measure_fit(net: ContinualNet, task: Task, settings: TrainSettings) -> Fit:
-    """How well the task's own images fit its statistics."""
+def measure_fit(net: ContinualNet, task: Task, settings: TrainSettings) -> Fit | None:
+    """How well the task's own images fit its statistics; None for a network that has none."""
+    if not layers_of(net):
+        return None
     was_training, device = net.training, next(net.parameters()).device
 
     def some(images: Images) -> Iterator[Tensor]:
@@ -108,7 +113,7 @@ def measure_fit(net: ContinualNet, task: Task, settings: TrainSettings) -> Fit:
 
     net.eval()
     reference = None
-    if net.tasks[task.name].pretrained:
+    if not net.storage()[task.name].parts.get("norms"):
         off = [torch.cat([means for _, means in _differences(net, x, task.name)[1]], 1) for x in some(task.train)]
         reference = torch.cat(off).mean(0).cpu()
     fit = Fit.of(distances(task.train), distances(task.test), reference)

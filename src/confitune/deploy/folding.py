@@ -20,24 +20,22 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.overrides import TorchFunctionMode
 
 from confitune.errors import ConfituneError
-from confitune.nn import ContinualNet, InputMeans
-from confitune.nn.flow import guess_input, trace_flow
+from confitune.nn import Calibrations, ContinualNet, Deltas, InputMeans, guess_input, trace_flow
 from confitune.nn.geometry import Size
-from confitune.nn.xconv import TaskNorm, XconvNorm
 
 # Exactly these: a subclass may do more in its forward than normalise, drop and act.
 _FOLDABLE = (nn.BatchNorm1d, nn.BatchNorm2d, BatchNormAct2d)
-_OURS = (*TaskNorm.__annotations__, *XconvNorm.__annotations__)  # what conversion adds to a stock layer
 
 
 def folded(net: ContinualNet, task: str) -> nn.Module:
     """The network of one task as a plain module on the CPU, in float32 and evaluation mode: images -> logits.
 
-    A batch norm is kept, as a stock one, where no convolution can take it over: there is none directly before it, or
-    the convolution's output is read elsewhere, too. Calibrated layers stay as they are. `net` does not change.
+    A batch norm is kept where no convolution can take it over: there is none directly before it, or the convolution's
+    output is read elsewhere, too. Calibrated layers stay as they are. `net` does not change.
 
+    >>> from confitune.nn import Head, XconvNorms
     >>> layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    >>> net = ContinualNet(nn.Sequential(*layers))
+    >>> net = ContinualNet(nn.Sequential(*layers), [XconvNorms(), Head()])
     >>> net.add_task("pets", ["cat", "dog"])
     >>> folded(net, "pets")
     Sequential(
@@ -53,8 +51,8 @@ def folded(net: ContinualNet, task: str) -> nn.Module:
     """
     own = copied_to_cpu(net)
     own.prepare(task)
-    backbone, head = own.backbone, own.head
-    _make_stock(backbone)
+    backbone, head = own.backbone, own.head.linear
+    _make_plain(own)
     example = example_images(backbone, net.tasks[task].image_size)
     if example is not None:
         _fold(backbone, example)
@@ -63,9 +61,7 @@ def folded(net: ContinualNet, task: str) -> nn.Module:
 
 def copied_to_cpu(net: ContinualNet) -> ContinualNet:
     """A copy that shares nothing with `net`, in evaluation mode and float32: its logits are the ones to agree with."""
-    # What was compiled for training steps cannot be copied everywhere, and is of no use here.
-    copied: ContinualNet = copy.deepcopy(net, {id(net.compiled): None})
-    return copied.to("cpu", torch.float32).eval()
+    return copy.deepcopy(net).to("cpu", torch.float32).eval()
 
 
 @torch.no_grad()
@@ -87,18 +83,25 @@ def example_images(backbone: nn.Module, size: Size | None = None) -> Tensor | No
     return None
 
 
-def _make_stock(backbone: nn.Module) -> None:
-    """Give batch norms that only keep state per task their class from before, and take our hooks off."""
-    for module in backbone.modules():
-        if isinstance(module, TaskNorm) and module.calibrated_by is None:
-            stock: Any = next(base for base in type(module).__mro__ if not issubclass(base, TaskNorm))
-            module.__class__ = stock
-            for attribute in _OURS:
-                vars(module).pop(attribute, None)
-                module._modules.pop(attribute, None)
+@torch.no_grad()
+def _make_plain(net: ContinualNet) -> None:
+    """Put what the parts of the live task do into the backbone itself, and take our hooks off."""
+    for part in net.parts.values():
+        if isinstance(part, Deltas):
+            merged = part.merged()
+            for name, layer in part.layers.items():
+                layer.get_parameter("weight").copy_(merged[name])
+                vars(layer).pop("forward")
+    for module in net.backbone.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(getattr(hook, "__self__", None), InputMeans):
                 del module._forward_pre_hooks[key]
+    for part in net.parts.values():
+        if isinstance(part, Calibrations):
+            for name, calibration in zip(part.names, part.layers, strict=True):
+                norm = net.backbone.get_submodule(name)
+                norm._forward_pre_hooks.clear()
+                _become(norm, nn.Sequential(calibration, copy.copy(norm)))
 
 
 @torch.no_grad()

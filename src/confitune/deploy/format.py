@@ -4,8 +4,7 @@
     bundle.before.json   the head before the last change; every file that it needs is still there
     index.jsonl          what happened to tasks, one line each; only ever appended to
     backbones/<sha256>.safetensors
-    tasks/<sha256>.safetensors      batch-norm state, input statistics, head and fit of one task; of one that shares the
-                                    state of pre-training, which is in the backbone's file, head and fit alone
+    tasks/<sha256>.safetensors      what one task owns of the network (head, norms, ...), and its fit
     held-out/<sha256>.safetensors   a task's held-out images, as PNG
     .unfinished          is there from the first file that a change writes until all is done
 
@@ -27,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from confitune.errors import ConfituneError
 from confitune.files import checksum_of
+from confitune.methods import METHODS, Method, create_method
 
 FORMAT = 1
 HEAD, BEFORE, INDEX = "bundle.json", "bundle.before.json", "index.jsonl"
@@ -66,6 +66,7 @@ class TaskRecord(_Record):
     held_out_images: int = Field(0, ge=0)
     accuracy: float | None = Field(None, ge=0, le=100, description="when it was learned, on all its test images")
     images: int = Field(0, ge=0, description="that it was learned from")
+    only_head: bool = Field(False, description="it uses the pre-trained network and owns nothing but a head")
     epochs: int = Field(0, ge=0)
     learned: str = Field("", description="when, ISO 8601")
 
@@ -119,26 +120,23 @@ class Network(_Record):
     weights: str = Field(description="what it was pre-trained with")
     weights_sha256: Sha256
     statistics: Literal["running", "pass"] = Field("running", description="how means are measured")
-    variance: Literal["stored", "ratio"] = Field(
-        "stored", description="ratio: those of earlier tasks follow later ones"
-    )
-    rank: int | None = Field(None, ge=1, le=1000, description="of a task's means; None: they are kept as they are")
-    keep_pretrained: bool = Field(False, description="tasks may share the state of pre-training")
+    method: str = Field("confit", pattern=r"^[a-z][a-z-]*$", description="that its tasks are learned with")
+    options: dict[str, float | int | bool | str] = Field(default_factory=dict, description="of the method")
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Arguments of `ContinualNet`."""
-        return {name: getattr(self, name) for name in ("means", "statistics", "variance", "rank", "keep_pretrained")}
-
-    @property
-    def method(self) -> Literal["best", "confit"]:
+    def learner(self) -> Method:
         """What its tasks are learned with."""
-        return "best" if self.keep_pretrained else "confit"
+        kind = METHODS.get(self.method)
+        if kind is None:
+            raise BundleError(f"its tasks were learned with {self.method!r}, which this confitune does not have")
+        of_network: dict[str, Any] = {"means": self.means, "statistics": self.statistics}
+        own = {name: value for name, value in of_network.items() if name in kind.Options.model_fields}
+        return create_method(self.method, {self.method: {**own, **self.options}})
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, handler: Callable[[Network], dict[str, Any]]) -> dict[str, Any]:
         fields = type(self).model_fields
-        return {name: value for name, value in handler(self).items() if value != fields[name].default}
+        usual = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+        return {name: value for name, value in handler(self).items() if value != usual[name]}
 
 
 class Head(_Record):
@@ -206,6 +204,8 @@ def head_from_bytes(data: bytes, where: str) -> Head:
             raise BundleError(f"{where} was written by a newer confitune (format {known}); upgrade confitune")
         if checksum != checksum_of(values):
             raise DamagedError(f"{where} is damaged: its checksum does not fit; restore it from a copy")
+        if "keep_pretrained" in values["network"]:
+            raise BundleError(f"{where} is of confitune 0.1's 'best', which is gone: learn its tasks into a new bundle")
         return Head.model_validate(values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{where} is damaged, or no bundle's: {_brief(error)}; restore it from a copy") from error

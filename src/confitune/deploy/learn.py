@@ -7,41 +7,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from confitune.deploy.bundle import Bundle
 from confitune.deploy.fitting import measure_fit
 from confitune.deploy.format import BundleError, Network, TaskRecord, check_name
 from confitune.deploy.held_out import Change, accuracy_on, check_earlier, keep_some, some_of
 from confitune.deploy.loading import new_network
-from confitune.engine import Executor, Listener, TaskFit, TrainSettings, evaluate
-from confitune.methods import METHODS, Method
+from confitune.engine import Executor, Listener, TaskFit, evaluate, place_task
+from confitune.methods import Method
 from confitune.nn import ContinualNet, create_backbone
+from confitune.settings import NetworkSettings, TrainSettings
 from confitune.tasks import CROP, Progress, load_folder_task
 
 
-class LearnSettings(BaseModel):
-    """How a task is learned, and for a new bundle with what network."""
+class LearnSettings(NetworkSettings, TrainSettings):
+    """How a task is learned, and for a new bundle with what network and method."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: str | None = Field(None, description="of a new bundle; default tf_efficientnet_lite0")
-    weights: str | None = Field(None, description="of a new bundle: a .safetensors or .pth file; default: published")
-    means: Literal["window", "phase"] | None = Field(
-        None, description="of a new bundle: window (exact, default) or phase (a third the size)"
-    )
-    size: int | None = Field(None, ge=32, le=224, description="of the network's input in pixels; default 224")
-    method: Literal["best", "confit"] | None = Field(
-        None, description="of a new bundle: best (default, see docs/best.md) or confit (the paper's)"
-    )
-    epochs: int = Field(10, ge=1)
-    batch_size: int = Field(32, ge=2)
-    lr: float | None = Field(None, gt=0, description="default: the method's, 0.03 of best and 0.01 of confit")
-    seed: int = Field(0, ge=0)
-    device: str = "auto"
+    size: int = Field(CROP, ge=32, le=CROP, description="of a new bundle: pixels of the network's input")
+    method: str = Field("best", description="of a new bundle: any method that needs nothing of earlier tasks")
+    options: dict[str, Any] = Field(default_factory=dict, description="of the method")
     keep: int = Field(64, ge=0, description="held-out images to keep with the bundle; 0: none")
     check: int = Field(20, ge=0, description="earlier tasks to test again, at random where there are more; 0: none")
 
@@ -56,7 +44,7 @@ class LearnReport:
     test_images: int
     changes: tuple[Change, ...]  # of the earlier tasks that were tested
     earlier: int  # tasks with held-out images: those that could be tested
-    only_head: bool  # the task keeps the state of pre-training: a head was fitted, nothing was trained
+    only_head: bool  # the task owns nothing else: the network is used as pre-trained
     numbers: int  # that the task adds, head excluded
     bytes: int  # that it adds to the bundle, held-out images apart
     held_out_bytes: int
@@ -97,25 +85,28 @@ def learn(
     with opened.changing():
         opened.require_new(task)
         if net is None or Bundle.exists(bundle):  # it may have been made meanwhile
-            net = opened.load_network([opened.last_task])  # the new one starts from its batch norm
-        network, method = opened.network, METHODS[opened.network.method]
+            whole = [name for name, record in opened.tasks.items() if not record.only_head]
+            net = opened.load_network(whole[-1:] or [opened.last_task])  # the new one starts from it
+        network, method = opened.network, opened.network.learner()
         images = load_folder_task(
             folder, task, mean=network.mean, std=network.std, size=network.size, cache_dir=cache_dir, progress=progress
         )
         _check_classes(images.classes, folder)
         training = _train_settings(settings, method)
         listener = listener or Listener()
-        listener.run_started(method.name, [task], settings.epochs, 0)
+        listener.run_started(method.name, [task], training.epochs, 0)
         listener.task_started(0, task, 0)
         executor = Executor(net, training, listener)
         with executor.session():
-            TaskFit(net, images, method, training, listener, len(opened.tasks), executor).run()
-        only_head = net.tasks[task].pretrained
+            placed = place_task(images, executor.device, training.pixels)
+            TaskFit(executor, placed, method, len(opened.tasks)).fit()
+        only_head = net.tasks[task].owns == ("head",)
         accuracy = evaluate(net, images, training)
         earlier = [name for name, record in opened.tasks.items() if record.held_out is not None]
         chosen = some_of(earlier, settings.check, settings.seed, len(opened.tasks))
         changes = check_earlier(opened, net, chosen, images.preprocess, progress)
-        state = {**net.task_state_dict(task), **measure_fit(net, images, training).state()}
+        fit = measure_fit(net, images, training)
+        state = {**net.task_state_dict(task), **({} if fit is None else fit.state())}
         stored = opened.store_task(state, images.classes)
         kept = keep_some(images.test, settings.keep, settings.seed) if settings.keep else None
         kept_file = None if kept is None else opened.store_held_out(kept)
@@ -126,13 +117,15 @@ def learn(
             held_out_images=0 if kept is None else len(kept["labels"]),
             accuracy=accuracy,
             images=len(images.train),
-            epochs=0 if only_head else settings.epochs,
+            only_head=only_head,
+            epochs=0 if only_head else training.epochs,
             learned=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         checked = {change.task: change.after for change in changes}
         if kept is not None:
             checked[task] = accuracy_on(net, task, kept, images.preprocess)
-        opened.add_task(task, record, net.shared_state_dict(), checked)
+        moved = any("weights" in s.trains for s in method.stages(training.epochs, len(opened.tasks)))
+        opened.add_task(task, record, net.shared_state_dict() if moved or not opened.tasks else None, checked)
     return LearnReport(
         task=task,
         classes=images.classes,
@@ -141,7 +134,7 @@ def learn(
         changes=changes,
         earlier=len(earlier),
         only_head=only_head,
-        numbers=net.storage()[task].norm_numbers,
+        numbers=net.storage()[task].beside_head,
         bytes=stored.bytes,
         held_out_bytes=kept_file.bytes if kept_file else 0,
         seconds=time.monotonic() - began,
@@ -159,29 +152,34 @@ def _check_classes(classes: Sequence[str], folder: Path) -> None:
 def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualNet]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # of a random start, weights 'none'
-        backbone = create_backbone(settings.model or "tf_efficientnet_lite0", settings.weights)
-    options: dict[str, Any] = {"means": "window", **METHODS[settings.method or "best"].network}
+        backbone = create_backbone(settings.model, settings.weights)
     network = Network(
         model=backbone.name,
-        **options | ({} if settings.means is None else {"means": settings.means}),
+        method=settings.method,
+        options=settings.options,
+        means=settings.means,
+        statistics=settings.statistics,
         mean=backbone.mean,  # type: ignore[arg-type]
         std=backbone.std,  # type: ignore[arg-type]
-        size=settings.size or CROP,
+        size=settings.size,
         weights=backbone.weights,
         weights_sha256=backbone.weights_sha256,
     )
+    learner = network.learner()
+    if learner.separate or learner.joint or any((*hook.kept, *hook.running) for hook in learner.hooks):
+        raise BundleError(f"{settings.method} needs more of earlier tasks than a bundle keeps; choose another method")
     return Bundle(path, network), new_network(network, backbone.module)
 
 
 def _require_same_network(bundle: Bundle, settings: LearnSettings) -> None:
-    for option in ("model", "means", "size", "method"):
+    for option in sorted(settings.model_fields_set & {"model", "means", "statistics", "size", "method", "options"}):
         value, there = getattr(settings, option), getattr(bundle.network, option)
-        if value is not None and value != there:
+        if value != there:
             raise BundleError(f"{bundle.path} has {option} {there!r}, which cannot be changed to {value!r}")
     if settings.weights is not None:
         raise BundleError(f"{bundle.path} has its weights already; leave --weights out")
 
 
 def _train_settings(settings: LearnSettings, method: Method) -> TrainSettings:
-    given = settings.model_dump(include={"epochs", "batch_size", "lr", "seed", "device"}, exclude_none=True)
-    return TrainSettings.model_validate({**method.settings, **given})
+    given = settings.model_fields_set & set(TrainSettings.model_fields)
+    return TrainSettings(**{**method.settings, **settings.model_dump(include=given)})

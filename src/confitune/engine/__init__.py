@@ -4,7 +4,7 @@ from confitune.engine.capture import Executor, library_switches
 from confitune.engine.checkpoint import BEFORE, CHECKPOINT, Checkpoint, require_same_config
 from confitune.engine.evaluation import evaluate
 from confitune.engine.events import EpochEnd, Listener
-from confitune.engine.feed import batches, place
+from confitune.engine.feed import batches, place, place_task
 from confitune.engine.logs import CsvLog, TensorBoardLog
 from confitune.engine.parallel import Turns
 from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
@@ -39,6 +39,7 @@ __all__ = [
     "library_switches",
     "network_sha256",
     "place",
+    "place_task",
     "progress_board",
     "require_same_config",
     "steps_of",
