@@ -186,7 +186,7 @@ def test_two_runs_of_one_seed_give_the_same_bits_and_another_seed_others(ran):
 
 def test_dropout_is_drawn_anew_in_every_replay(make_net, make_task):
     """A graph that had captured the chance itself would repeat one mask."""
-    net = make_net("shared", dropout=0.5)
+    net = make_net("finetune", dropout=0.5)
     drawn = torch.zeros(200, 24 * 16, device="cuda")
     place_ = torch.zeros((), dtype=torch.long, device="cuda")
 
@@ -196,7 +196,7 @@ def test_dropout_is_drawn_anew_in_every_replay(make_net, make_task):
 
     net.backbone[-1].register_forward_hook(remember)
     settings = TrainSettings(epochs=10, batch_size=24, device="cuda", step="graph", precision="fp32")
-    fit(net, make_task("dark"), METHODS["finetune"], settings)
+    fit(net, make_task("dark"), "finetune", settings)
     steps = int(place_)
     assert steps == 20
     masks = drawn[:steps].cpu()
@@ -220,7 +220,7 @@ class Pull(Penalty):
         self.one_capture, self.start, self.importance = one_capture, {}, {}
 
     def begin_task(self, context):
-        for name, p in shared_parameters(context.net).items():
+        for name, p in context.net.shared_parameters().items():
             if self.one_capture and name in self.start:
                 self.start[name].copy_(p.detach())
             else:
@@ -228,12 +228,12 @@ class Pull(Penalty):
                 self.importance[name] = self.importance.get(name, torch.zeros_like(p)).detach().clone()
 
     def read_gradients(self, net):
-        for name, p in shared_parameters(net).items():
+        for name, p in net.shared_parameters().items():
             if p.grad is not None:
                 self.importance[name].addcmul_(p.grad, p.grad)
 
     def add_gradients(self, net):
-        for name, p in shared_parameters(net).items():
+        for name, p in net.shared_parameters().items():
             if p.grad is not None:
                 away = p.detach() - self.start[name]
                 p.grad.addcmul_(away, self.importance[name]).add_(away, alpha=self.strength)
@@ -269,7 +269,7 @@ def test_a_term_of_the_loss_gives_the_same_bits(ran):
             p = logits.float().softmax(1)
             return 0.3 * (p * p.clamp_min(1e-12).log()).sum(1).mean()
 
-    method = dataclasses.replace(METHODS["confit"], penalties=(Entropy(),))
+    method = dataclasses.replace("confit", penalties=(Entropy(),))
     eager, graph = (ran(method=method, step=step) for step in ("eager", "graph"))
     assert captured(graph[0]) > 0
     assert_same_bits(graph, eager)
@@ -486,7 +486,7 @@ def test_a_network_that_waits_is_noted_and_trained_kernel_by_kernel(ran, make_ne
 def test_a_network_that_waits_and_draws_chance(ran, make_net):
     pairs, notes = [], Notes()
     for step in ("eager", "graph"):
-        net = make_net("xconv", dropout=0.3)
+        net = make_net("confit", dropout=0.3)
         net.backbone.append(Waits())
         pairs.append(ran(net=net, step=step, listeners=(notes,)))
     assert len(notes.notes) == 1
@@ -494,7 +494,7 @@ def test_a_network_that_waits_and_draws_chance(ran, make_net):
 
 
 def test_other_networks_are_captured_after_one_that_could_not_be(ran, make_net):
-    net = make_net("xconv")
+    net = make_net("confit")
     net.backbone.append(Waits())
     ran(net=net, step="graph", epochs=1)
     run, result = ran(step="graph")
@@ -519,7 +519,7 @@ def test_a_loss_that_is_not_finite_is_reported_with_its_step(make_run):
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_a_loss_that_is_not_finite_in_a_late_epoch_is_named(make_net, make_task, epochs):
     """In the third step of the last epoch, when graphs are replayed and their numbers read one epoch behind."""
-    net, task = make_net("shared"), make_task("dark")  # 6 steps an epoch
+    net, task = make_net("finetune"), make_task("dark")  # 6 steps an epoch
     bad_step = 6 * (epochs - 1) + 3
     count = torch.zeros((), device="cuda")
 
@@ -536,7 +536,7 @@ def test_a_loss_that_is_not_finite_in_a_late_epoch_is_named(make_net, make_task,
     settings = TrainSettings(epochs=epochs, batch_size=8, lr=0.01, device="cuda", precision="fp32", step="graph")
     message = rf"the loss of task 'dark' became nan, its weights infinite in epoch {epochs} from step 3 of 6 on"
     with pytest.raises(ConfituneError, match=message):
-        fit(net, task, METHODS["finetune"], settings, notes)
+        fit(net, task, "finetune", settings, notes)
     assert [end.epoch for end in notes.ends] == list(range(epochs - 1))
     assert notes.notes == []
 
@@ -548,7 +548,7 @@ def test_a_loss_that_is_not_finite_in_a_late_epoch_is_named(make_net, make_task,
 def test_compiled_steps_agree_with_kernel_by_kernel(ran, make_net, sequence, monkeypatch, precision, most):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # ten bits would hide what is compared
     options = {"method": "confit", "tasks": sequence.first(1), "precision": precision, "lr": 0.01}
-    start = make_net("xconv").backbone[0].weight.detach()
+    start = make_net("confit").backbone[0].weight.detach()
     (eager, _), (compiled, result) = (ran(step=step, **options) for step in ("eager", "compile"))
     assert result.execution == f"{precision}, compile, deterministic"
     assert captured(compiled) == len(compiled._executor._compiled) == 3

@@ -50,17 +50,17 @@ def assert_same_tensors(found, expected):
 )
 def test_finetune_is_sgd_on_the_cross_entropy(make_net, sequence, options, batch_recorder):
     settings = TrainSettings(**{"epochs": 3, "batch_size": 8, "lr": 0.05, "device": "cpu", **options})
-    net = make_net("shared")
+    net = make_net("finetune")
     # In the engine's memory format, so that the kernels, and with them the rounding, are the same.
     backbone = copy.deepcopy(net.backbone).to(memory_format=torch.channels_last)
     recorder, events = batch_recorder(net), Events()
-    method = dataclasses.replace(METHODS["finetune"], penalties=(recorder,))
+    method = dataclasses.replace("finetune", penalties=(recorder,))
     for index, task in enumerate(sequence.first(2)):
         recorder.inputs.clear()
         recorder.labels.clear()
-        fitting = TaskFit(net, task, method, settings, events)
+        fitting = make_fit(net, task, method, settings, events)
         head = nn.Linear(16, len(task.classes))
-        head.load_state_dict(net.head.state_dict())
+        head.load_state_dict(net.head.linear.state_dict())
         fitting.run()
 
         # By hand, on the same batches and from the same head:
@@ -98,7 +98,7 @@ def test_finetune_is_sgd_on_the_cross_entropy(make_net, sequence, options, batch
 
 def test_events_of_a_task(make_net, make_task):
     events = Events()
-    fit(make_net("xconv"), make_task("dark"), METHODS["confit"], TrainSettings(epochs=5, device="cpu"), events)
+    fit(make_net("confit"), make_task("dark"), "confit", TrainSettings(epochs=5, device="cpu"), events)
     assert events.steps == [(1, 1)] * 5  # 48 images, batches of 32
     assert [end.epoch for end in events.ends] == [0, 1, 2, 3, 4]
     for end in events.ends:
@@ -108,9 +108,9 @@ def test_events_of_a_task(make_net, make_task):
 
 
 def test_the_last_smaller_batch_is_dropped(make_net, make_task, batch_recorder):
-    net, events = make_net("shared"), Events()
+    net, events = make_net("finetune"), Events()
     recorder = batch_recorder(net)
-    method = dataclasses.replace(METHODS["finetune"], penalties=(recorder,))
+    method = dataclasses.replace("finetune", penalties=(recorder,))
     fit(net, make_task("dark", (11, 9)), method, TrainSettings(epochs=3, batch_size=8, device="cpu"), events)
     assert events.steps == [(1, 2), (2, 2)] * 3
     assert [len(labels) for labels in recorder.labels] == [8] * 6
@@ -118,9 +118,9 @@ def test_the_last_smaller_batch_is_dropped(make_net, make_task, batch_recorder):
 
 
 def test_a_task_smaller_than_a_batch_is_one_smaller_batch(make_net, make_task):
-    net, task, events = make_net("xconv"), make_task("dark", (3, 2)), Events()
+    net, task, events = make_net("confit"), make_task("dark", (3, 2)), Events()
     settings = TrainSettings(epochs=20, batch_size=8, lr=0.05, device="cpu")
-    fit(net, task, METHODS["confit"], settings, events)
+    fit(net, task, "confit", settings, events)
     (note,) = events.notes
     assert note == "task 'dark' has 5 training images, fewer than the batch size 8: batches of 5"
     assert events.steps == [(1, 1)] * 20
@@ -160,15 +160,15 @@ def test_a_last_batch_of_one_image_is_no_trouble(make_net, make_task, name, stat
 def test_one_training_image_is_refused(make_net, make_task, make_run, sequence):
     task = make_task("lonely", (1, 0))
     with pytest.raises(ConfituneError, match="task 'lonely' has 1 training image; batch norm needs 2 or more"):
-        fit(make_net("xconv"), task)
+        fit(make_net("confit"), task)
     with pytest.raises(ConfituneError, match="lonely"):
         make_run(tasks=TaskSequence("tiny", "own", (sequence[0], task))).run()
 
 
 def test_a_class_without_training_images_keeps_its_place(make_net, make_task):
     task = make_task("dark", (24, 0, 20), (10, 8, 9))
-    net, events = make_net("xconv"), Events()
-    fit(net, task, METHODS["confit"], TrainSettings(epochs=10, batch_size=8, lr=0.05, device="cpu"), events)
+    net, events = make_net("confit"), Events()
+    fit(net, task, "confit", TrainSettings(epochs=10, batch_size=8, lr=0.05, device="cpu"), events)
     assert net.head.out_features == 3
     assert events.ends[-1].accuracy > 90
     accuracy = []
@@ -183,7 +183,7 @@ def test_a_class_without_training_images_keeps_its_place(make_net, make_task):
 
 @pytest.mark.parametrize(("method", "norm"), [("confit", "shared"), ("finetune", "xconv"), ("linear-probe", "shared")])
 def test_a_method_whose_norm_does_not_fit_the_network_is_refused(make_net, make_task, method, norm):
-    needed = METHODS[method].norm
+    needed = method
     message = (
         rf"method '{method}' needs norm='{needed}', the network has '{norm}': ContinualNet\(backbone, norm='{needed}'\)"
     )
@@ -192,7 +192,7 @@ def test_a_method_whose_norm_does_not_fit_the_network_is_refused(make_net, make_
 
 
 def test_the_device_is_checked_before_anything_is_trained(make_net, make_task):
-    net = make_net("xconv")
+    net = make_net("confit")
     with pytest.raises(ConfituneError, match="device 'cuda:99' cannot be used"):
         fit(net, make_task("dark"), settings=TrainSettings(device="cuda:99"))
     assert not net.tasks
@@ -202,9 +202,9 @@ def test_input_statistics_are_silent_until_they_matter(make_net, make_task):
     """120 steps: of an average with momentum 0.1 the first 21 weigh less than 3e-5 together."""
     task, rows = make_task("dark"), []
     for track_from in (3e-5, 0):
-        net = make_net("xconv")
+        net = make_net("confit")
         settings = TrainSettings(epochs=20, batch_size=8, track_from=track_from, device="cpu")
-        fit(net, task, METHODS["confit"], settings)
+        fit(net, task, "confit", settings)
         rows.append(net.task_state_dict("dark"))
         assert net.tasks["dark"].batches == ((99,) * 3 if track_from else (120,) * 3)
     silent, whole = rows
@@ -217,10 +217,10 @@ def test_input_statistics_are_silent_until_they_matter(make_net, make_task):
 
 
 def test_the_pass_sees_full_batches_of_the_training_size_once(make_net, make_task):
-    net = make_net("xconv", statistics="pass")
+    net = make_net("confit", statistics="pass")
     seen = []
     net.backbone.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
-    fit(net, make_task("dark", (11, 9)), METHODS["confit"], TrainSettings(epochs=5, batch_size=8, device="cpu"))
+    fit(net, make_task("dark", (11, 9)), "confit", TrainSettings(epochs=5, batch_size=8, device="cpu"))
     assert [len(x) for x in seen] == [8] * (2 * 5 + 2)
     assert net.tasks["dark"].batches == (2, 2, 2)
     passed = torch.cat(seen[-2:])
@@ -235,18 +235,18 @@ def test_statistics_that_wait_for_the_pass_are_silent_before_it(make_net, make_t
         def step_done(self, step, steps):
             tracking.append([statistics.tracking for statistics in net._memory.statistics.values()])
 
-    net, tracking = make_net("xconv", statistics="pass"), []
-    fit(net, make_task("dark"), METHODS["confit"], TrainSettings(epochs=5, batch_size=24, device="cpu"), Look())
+    net, tracking = make_net("confit", statistics="pass"), []
+    fit(net, make_task("dark"), "confit", TrainSettings(epochs=5, batch_size=24, device="cpu"), Look())
     assert tracking == [[False] * 3] * 10
 
 
 def test_bf16_trains_float32_weights(make_net, make_task):
-    net, events = make_net("xconv"), Events()
+    net, events = make_net("confit"), Events()
     settings = TrainSettings(epochs=10, batch_size=8, lr=0.05, precision="bf16", device="cpu")
     kinds = set()
     net.backbone[0].register_forward_hook(lambda module, args, out: kinds.add(out.dtype))
     task = make_task("dark")
-    fit(net, task, METHODS["confit"], settings, events)
+    fit(net, task, "confit", settings, events)
     assert kinds == {torch.bfloat16}
     assert {p.dtype for p in net.parameters()} == {torch.float32}
     assert net.tasks["dark"].row.dtype == torch.float32
@@ -255,9 +255,9 @@ def test_bf16_trains_float32_weights(make_net, make_task):
 
 
 def test_fit_defaults_to_confit(make_net, make_task):
-    nets = [make_net("xconv"), make_net("xconv")]
+    nets = [make_net("confit"), make_net("confit")]
     fit(nets[0], make_task("dark"), settings=TrainSettings(epochs=5, device="cpu"))
-    fit(nets[1], make_task("dark"), METHODS["confit"], TrainSettings(epochs=5, device="cpu"))
+    fit(nets[1], make_task("dark"), "confit", TrainSettings(epochs=5, device="cpu"))
     assert torch.equal(nets[0].tasks["dark"].row, nets[1].tasks["dark"].row)
 
 
@@ -266,7 +266,7 @@ def test_an_interrupted_fit_leaves_nothing_frozen(make_net, make_task):
         def epoch_ended(self, end):
             raise KeyboardInterrupt
 
-    net = make_net("xconv")
+    net = make_net("confit")
     with pytest.raises(KeyboardInterrupt):
         fit(net, make_task("dark"), settings=TrainSettings(epochs=5, device="cpu"), listener=Stop())
     assert all(p.requires_grad for p in net.parameters())
@@ -279,7 +279,7 @@ def test_an_interrupted_fit_leaves_nothing_frozen(make_net, make_task):
 def trained(net, task, scale=1.0):
     """A task whose training is over, but for the end of it; the first convolution's outputs grow by `scale`."""
     settings = TrainSettings(epochs=5, batch_size=8, precision="bf16", device="cpu")
-    fitting = TaskFit(net, task, METHODS["confit"], settings, Listener())
+    fitting = make_fit(net, task, "confit", settings, Listener())
     with torch.no_grad():
         net.backbone[0].weight.mul_(scale)
     return fitting
@@ -288,7 +288,7 @@ def trained(net, task, scale=1.0):
 def test_a_pass_in_float16_is_nearer_to_float32_and_has_an_end(make_net, make_task):
     means = {}
     for kind, half, precision in (("exact", False, "fp32"), ("bfloat16", False, "bf16"), ("float16", True, "bf16")):
-        net, kinds = make_net("xconv", statistics="pass"), set()
+        net, kinds = make_net("confit", statistics="pass"), set()
         net.backbone[0].register_forward_hook(lambda module, args, out, kinds=kinds: kinds.add(out.dtype))
         fitting = trained(net, make_task("dark"))
         settings = fitting.settings.model_copy(update={"precision": precision})
@@ -298,7 +298,7 @@ def test_a_pass_in_float16_is_nearer_to_float32_and_has_an_end(make_net, make_ta
         means[kind] = net.task_state_dict("dark")["6.input_means"]
     errors = {kind: (mean - means["exact"]).abs().max().item() for kind, mean in means.items()}
     assert 0 < errors["float16"] < 0.5 * errors["bfloat16"]
-    net = make_net("xconv", statistics="pass")
+    net = make_net("confit", statistics="pass")
     fitting = trained(net, make_task("dark"), 1e5)
     with pytest.raises(InfiniteError):
         fitting._finish_in(half=True)
@@ -322,9 +322,9 @@ def test_a_pass_in_float16_is_nearer_to_float32_and_has_an_end(make_net, make_ta
 def test_the_end_of_a_task_is_measured_again_where_float16_was_too_small(
     make_net, make_task, monkeypatch, device, precision, infinite, passes
 ):
-    net, seen = make_net("xconv", statistics="pass"), []
+    net, seen = make_net("confit", statistics="pass"), []
     settings = TrainSettings(epochs=5, batch_size=8, precision=precision, device="cpu")
-    fitting = TaskFit(net, make_task("dark"), METHODS["confit"], settings, Listener())
+    fitting = make_fit(net, make_task("dark"), "confit", settings, Listener())
     fitting.device = torch.device(device)  # asked for how to measure; nothing is computed there
 
     def finish_in(half):
@@ -349,8 +349,8 @@ def test_weights_that_no_pass_can_follow_end_a_fit_with_a_message(make_net, make
             with torch.no_grad():
                 context.net.backbone[0].weight.mul_(1e38)
 
-    net = make_net("xconv", statistics="pass")
-    method = dataclasses.replace(METHODS["confit"], penalties=(Grows(),))
+    net = make_net("confit", statistics="pass")
+    method = dataclasses.replace("confit", penalties=(Grows(),))
     with pytest.raises(InfiniteError, match="statistics of task 'dark' are not finite"):
         fit(net, make_task("dark"), method, TrainSettings(epochs=5, batch_size=8, device="cpu"))
     assert not net.tasks["dark"].finished
@@ -375,7 +375,7 @@ class ReadLate(TaskFit):
 @pytest.mark.parametrize("method", ["confit", "best"])
 def test_a_task_that_diverged_is_not_finished_though_its_end_was_launched(make_net, make_task, method, statistics):
     method = create_method(method, {"probe": {"most": 0}} if method == "best" else {})
-    net, events = make_net("xconv", **{**method.network, "statistics": statistics}), Events()
+    net, events = make_net("confit", **{**method.network, "statistics": statistics}), Events()
     settings = TrainSettings(epochs=5, batch_size=8, lr=1e38, weight_decay=1e10, device="cpu")
     fitting = ReadLate(net, make_task("dark"), method, settings, events)
     with pytest.raises(DivergedError, match=r"task 'dark' became .* in epoch \d"):
@@ -388,7 +388,7 @@ def test_reading_late_changes_nothing(make_net, make_task, method):
     method = create_method(method, {"probe": {"most": 0}} if method == "best" else {})
     hashes, ends = set(), []
     for kind in (TaskFit, ReadLate):
-        net, events = make_net("xconv", **method.network), Events()
+        net, events = make_net("confit", **method.network), Events()
         kind(net, make_task("dark"), method, TrainSettings(epochs=5, batch_size=8, lr=0.01, device="cpu"), events).run()
         hashes.add(network_sha256(net))
         ends.append([(end.epoch, end.loss) for end in events.ends])
@@ -398,7 +398,7 @@ def test_reading_late_changes_nothing(make_net, make_task, method):
 
 
 def test_a_network_that_is_in_place_is_not_moved(make_net):
-    net, device = make_net("xconv"), torch.device("cpu")
+    net, device = make_net("confit"), torch.device("cpu")
     moves, apply = [], net._apply
     net._apply = lambda *args, **options: (moves.append(1), apply(*args, **options))[1]
     place_network(net, device)
