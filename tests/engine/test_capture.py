@@ -192,7 +192,9 @@ def test_compiled_steps_equal_direct_ones_and_train_what_the_stage_says(make_net
             net = nets[step] = make_net("confit", statistics=statistics)
             start = tuple(layer.weight.detach().clone() for layer in net.backbone[:2])
             watch = Convolutions(net)
-            run = make_run(net=net, tasks=tasks, epochs=10, batch_size=24, step=step, listeners=(watch,))
+            run = make_run(
+                net=net, tasks=tasks, epochs=10, batch_size=24, step=step, listeners=(watch,), statistics=statistics
+            )
             run.run()
             # Three stages; the pass is a step of its own kind.
             compiled = {"eager": 0, "compile": 4 if statistics == "pass" else 3}[step]

@@ -16,7 +16,7 @@ from confitune.nn import ContinualNet
 TINY = 1e-30  # copies are trained, and their pull is lost in rounding
 
 
-class Watch(Penalty):
+class Watch(Method):
     """Keeps, at hooks of its own, what another penalty holds and the network that is trained."""
 
     def __init__(self, afec):
@@ -42,9 +42,9 @@ def afec_run(make_run):
 
     def make(name="mas-afec", *, tasks=None, of_net=None, base_options=None, epochs=2, **options):
         method = create_method(name, {"afec": options, **(base_options or {})})
-        (afec,) = (penalty for penalty in method.penalties if isinstance(penalty, AFEC))
+        (afec,) = (penalty for penalty in method.hooks if isinstance(penalty, AFEC))
         watch = Watch(afec)
-        method = dataclasses.replace(method, penalties=(*method.penalties, watch))
+        method = dataclasses.replace(method, penalties=(*method.hooks, watch))
         more = {} if tasks is None else {"tasks": tasks}
         return make_run(method, epochs=epochs, of_net=of_net, **more), watch
 
@@ -52,13 +52,13 @@ def afec_run(make_run):
 
 
 def weights_of(net):
-    return {name: p.detach() for name, p in shared_parameters(net).items()}
+    return {name: p.detach() for name, p in net.shared_parameters().items()}
 
 
 def batch_fisher(net, task):
     """Squared gradients of the mean loss of 20 images in evaluation mode, times 20, summed, by the images."""
     net = copy.deepcopy(net).eval()
-    parameters = shared_parameters(net)
+    parameters = net.shared_parameters()
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     x, labels = task.preprocess(task.train.pixels[task.train.rows]), task.train.labels
     for start in range(0, len(x), 20):
@@ -128,7 +128,7 @@ def test_the_first_task_is_that_of_the_method_without_it(afec_run, make_run, tas
 
 @pytest.mark.parametrize("form", ["first", "alternating"])
 def test_a_first_task_switches_the_pull_off(make_net, tasks, context_of, form):
-    net = make_net("shared")
+    net = make_net("finetune")
     context = context_of(net, tasks[0])
     afec = AFEC(form=form)
     afec.attach(net)
@@ -139,7 +139,7 @@ def test_a_first_task_switches_the_pull_off(make_net, tasks, context_of, form):
 
 
 def test_the_pull_is_lambda_e_times_fisher_times_distance(make_net, tasks, context_of):
-    net = make_net("shared")
+    net = make_net("finetune")
     context_of(net, tasks[0])
     net.finish_task()
     context = context_of(net, tasks[1])
@@ -147,11 +147,11 @@ def test_the_pull_is_lambda_e_times_fisher_times_distance(make_net, tasks, conte
     afec.attach(net)
     afec.begin_task(context)
     assert afec.anchored
-    assert max((p - afec.anchor[name]).abs().max().item() for name, p in shared_parameters(net).items()) > 1e-3
-    for p in shared_parameters(net).values():
+    assert max((p - afec.anchor[name]).abs().max().item() for name, p in net.shared_parameters().items()) > 1e-3
+    for p in net.shared_parameters().values():
         p.grad = torch.full_like(p, 0.125)
     afec.add_gradients(net)
-    for name, p in shared_parameters(net).items():
+    for name, p in net.shared_parameters().items():
         expected = 0.125 + 4 * afec.weight[name] * (p.detach() - afec.anchor[name])
         torch.testing.assert_close(p.grad, expected, rtol=1e-6, atol=1e-9)
 
@@ -160,7 +160,7 @@ def test_a_task_begins_without_the_last_ones_pull(make_net, tasks, context_of):
     """The copy of a new task is another one: nothing of the old one is left in the pull."""
     found = []
     for earlier in (False, True):
-        net = make_net("shared")
+        net = make_net("finetune")
         context_of(net, tasks[0])
         net.finish_task()
         context = context_of(net, tasks[1])
@@ -169,14 +169,14 @@ def test_a_task_begins_without_the_last_ones_pull(make_net, tasks, context_of):
         if earlier:
             afec.begin_task(context)
             with torch.no_grad():
-                for p in shared_parameters(net).values():
+                for p in net.shared_parameters().values():
                     p += 0.1
             afec.begin_task(context)
             with torch.no_grad():
-                for p in shared_parameters(net).values():
+                for p in net.shared_parameters().values():
                     p -= 0.1
                 before = dict(context.net.backbone.named_parameters())
-                for name, p in shared_parameters(make_net("shared")).items():
+                for name, p in shared_parameters(make_net("finetune")).items():
                     before[name].copy_(p)
         afec.begin_task(context)
         found.append(copy.deepcopy((afec.anchor, afec.weight)))
@@ -200,10 +200,10 @@ def test_alternating_trains_one_epoch_per_epoch_and_never_starts_anew(afec_run, 
     """The copy goes its own way through all tasks: plain fine-tuning of the sequence, epoch by epoch."""
     run, watch = afec_run(form="alternating", strength=5)
     run.run()
-    free = make_net("shared")
+    free = make_net("finetune")
     expected = {}
 
-    class Epochs(Penalty):
+    class Epochs(Method):
         def begin_epoch(self, context, epoch):
             self.index = context.index
             if epoch:
@@ -238,7 +238,7 @@ def test_the_two_forms_differ(make_run):
 @pytest.mark.parametrize("estimator", ["exact", "sampled", "empirical"])
 def test_the_fishers_of_ewc_can_be_chosen(afec_run, make_net, tasks, context_of, estimator):
     """Against EWC's own on the free copy."""
-    net = make_net("shared")
+    net = make_net("finetune")
     context_of(net, tasks[0])
     net.finish_task()
     context = context_of(net, tasks[1])
@@ -247,7 +247,7 @@ def test_the_fishers_of_ewc_can_be_chosen(afec_run, make_net, tasks, context_of,
     afec.begin_task(context)
     free = copy.deepcopy(net)
     context.train(free)
-    (ewc,) = create_method("ewc", {"ewc": {"fisher": estimator}}).penalties
+    (ewc,) = create_method("ewc", {"ewc": {"fisher": estimator}}).hooks
     ewc.attach(free)
     ewc.end_task(dataclasses.replace(context, net=free, index=0))
     assert_all_equal(afec.weight, ewc.weight)
@@ -260,7 +260,7 @@ def test_what_is_kept_between_tasks(make_run):
     for form in ("first", "alternating"):
         run = make_run("mas-afec", {"afec": {"form": form}}, epochs=1)
         run.run()
-        stored[form] = run.method.penalties[1].storage()
+        stored[form] = run.method.hooks[1].storage()
         backbone = sum(tensor.numel() for tensor in run.net.backbone.state_dict().values())
     assert stored == {"first": 0, "alternating": backbone}
 
@@ -279,7 +279,7 @@ def test_measuring_in_training_mode_with_dropout_gives_the_same_every_time(make_
 def test_a_state_with_a_copy_goes_in_and_out_before_there_is_a_network(make_run, assert_same):
     run = make_run("afec", {"afec": {"form": "alternating"}}, epochs=1)
     run.run()
-    (first,) = run.method.penalties
+    (first,) = run.method.hooks
     second = AFEC(form="alternating")
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert_same(second.state_dict(), first.state_dict())

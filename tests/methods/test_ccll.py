@@ -37,7 +37,7 @@ class Logits(Listener):
                 [net(t.preprocess(t.test.pixels[t.test.rows]), t.name).clone() for t in self.tasks[: task + 1]]
             )
         net.train(was_training)
-        self.convs.append([p.detach().clone() for p in net.conv_parameters()])
+        self.convs.append([p.detach().clone() for p in net.groups()["weights"]])
 
 
 @pytest.fixture
@@ -82,19 +82,19 @@ def test_the_identity_start_is_the_pre_trained_network_to_the_bit(make_net, seed
     x = torch.randn(9, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     found = []
     for start in ("identity", "random"):
-        net = make_net("calibrated", weights_seed=seed, start=start)
+        net = make_net("ccll", weights_seed=seed, start=start)
         net.add_task("one", 3, torch.Generator().manual_seed(0))
         with torch.no_grad():
             found.append(net.eval().backbone(x))
     with torch.no_grad():
-        pretrained = make_net("shared", weights_seed=seed).eval().backbone(x)
+        pretrained = make_net("finetune", weights_seed=seed).eval().backbone(x)
     assert torch.equal(found[0], pretrained)
     assert not torch.allclose(found[1], pretrained, atol=1e-2)
 
 
 def test_in_training_mode_the_identity_start_is_the_network_in_training_mode(make_net):
     x = torch.randn(9, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    plain, identity = make_net("shared"), make_net("calibrated", start="identity")
+    plain, identity = make_net("finetune"), make_net("ccll", start="identity")
     identity.add_task("one", 3)
     with torch.no_grad():
         assert torch.equal(identity.train().backbone(x), plain.train().backbone(x))
@@ -167,7 +167,7 @@ def calibrations(net):
 def test_the_random_start_is_drawn_from_the_generator(make_net):
     found = []
     for seed in (5, 5, 6):
-        net = make_net("calibrated")
+        net = make_net("ccll")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(len(found))  # which must not matter
             net.add_task("one", 3, torch.Generator().manual_seed(seed))
@@ -210,7 +210,7 @@ def test_the_random_start_knows_smaller_groups(channels):
 
 
 def test_a_loaded_network_starts_tasks_from_the_same_batch_norm(make_net):
-    net, other = make_net("calibrated"), make_net("calibrated", weights_seed=1)
+    net, other = make_net("ccll"), make_net("ccll", weights_seed=1)
     net.add_task("one", 2)
     net.finish_task()
     other.load_state_dict(net.state_dict())
@@ -221,7 +221,7 @@ def test_a_loaded_network_starts_tasks_from_the_same_batch_norm(make_net):
 
 
 def test_the_first_tasks_base_is_trained_in_the_first_task_only(watched, make_net):
-    before = [p.detach() for p in make_net("calibrated").conv_parameters()]
+    before = [p.detach() for p in make_net("ccll").conv_parameters()]
     run, look = watched("ccll", {"ccll": {"base": "first-task"}})
     run.run()
     assert all(not torch.equal(old, new) for old, new in zip(before, look.convs[0], strict=True))
@@ -230,7 +230,7 @@ def test_the_first_tasks_base_is_trained_in_the_first_task_only(watched, make_ne
 
 
 def test_the_pre_trained_base_is_never_trained(watched, make_net):
-    before = [p.detach() for p in make_net("calibrated").conv_parameters()]
+    before = [p.detach() for p in make_net("ccll").conv_parameters()]
     run, look = watched("ccll")
     run.run()
     for later in look.convs:
@@ -240,7 +240,7 @@ def test_the_pre_trained_base_is_never_trained(watched, make_net):
 def test_every_task_starts_from_the_pre_trained_batch_norm(watched, make_net):
     run, look = watched("ccll", {"ccll": {"start": "identity"}})
     run.run()
-    pretrained = make_net("shared").backbone.state_dict()
+    pretrained = make_net("finetune").backbone.state_dict()
     keys = [key for key in pretrained if key.split(".")[0] in ("1", "4")]
     assert len(keys) == 10
     for start in look.starts:

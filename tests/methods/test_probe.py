@@ -56,13 +56,13 @@ def test_when_it_stays(options, cases):
 def test_by_name_and_with_options():
     method = create_method("confit+probe", {"probe": {"worse": 3, "most": 0.4, "images": 64}})
     assert (method.norm, method.network) == ("xconv", {"keep_pretrained": True})
-    assert method.penalties[0].options.model_dump() == {"worse": 3.0, "most": 0.4, "hold": True, "images": 64}
+    assert method.hooks[0].options.model_dump() == {"worse": 3.0, "most": 0.4, "hold": True, "images": 64}
     alone = create_method("probe")
     assert (alone.name, alone.norm, alone.schedule) == ("probe", "xconv", METHODS["confit"].schedule)
-    assert [part.name for part in alone.penalties] == ["probe"]
+    assert [part.name for part in alone.hooks] == ["probe"]
     best = METHODS["best"].network
     assert best == {**METHODS["best"].net_options, "keep_pretrained": True}
-    assert create_method("best", {"probe": {"images": 7}}).penalties[0].options.images == 7
+    assert create_method("best", {"probe": {"images": 7}}).hooks[0].options.images == 7
     assert METHODS["confit"].network == {}
 
 
@@ -79,19 +79,19 @@ def test_wrong_options_are_named(options):
 
 
 def test_steps_of_all_tasks_are_captured_as_one():
-    for penalty in create_method("best").penalties:
+    for penalty in create_method("best").hooks:
         assert penalty.captured_kind(1) == penalty.captured_kind(2)
 
 
 def test_a_network_that_does_not_keep_the_state_is_refused(make_net, tasks, make_method, make_settings):
     with pytest.raises(ConfituneError, match="keep_pretrained=True"):
-        fit(make_net("xconv"), tasks[0], make_method("confit+probe"), make_settings())
+        fit(make_net("finetune-xconv"), tasks[0], make_method("confit+probe"), make_settings())
 
 
 def test_what_is_kept_once_is_counted(make_net, make_method):
-    probe = make_method("confit+probe").penalties[0]
+    probe = make_method("confit+probe").hooks[0]
     assert probe.storage() == 0
-    probe.attach(make_net("xconv", keep_pretrained=True))
+    probe.attach(make_net("finetune-xconv", keep_pretrained=True))
     # Weight, bias, mean and variance of 8 and 12 channels; windows of 3x3 of 3 and 8.
     assert probe.storage() == 4 * (8 + 12) + 9 * (3 + 8)
     assert probe.state_dict() == {}
@@ -102,7 +102,7 @@ def test_what_is_kept_once_is_counted(make_net, make_method):
 
 @pytest.mark.parametrize("statistics", ["running", "pass"])
 def test_a_task_that_settles_moves_nothing(make_net, tasks, make_method, make_settings, statistics):
-    net = make_net("xconv", keep_pretrained=True, statistics=statistics, dropout=0.3)
+    net = make_net("finetune-xconv", keep_pretrained=True, statistics=statistics, dropout=0.3)
     original, hears, task = copy.deepcopy(net.backbone).eval(), Hears(), tasks[0]
     before = copy.deepcopy(net.backbone.state_dict())
     fit(net, task, make_method("confit+probe", ALWAYS), make_settings(), hears)
@@ -132,7 +132,7 @@ def test_a_task_that_settles_moves_nothing(make_net, tasks, make_method, make_se
 def test_the_note_says_what_was_left_unexplained(make_net, tasks, make_method, make_settings):
     """27 images in batches of 8: both classifiers are judged on the first 24 of a random order."""
     task, hears = tasks[0], Hears()
-    net = make_net("xconv", keep_pretrained=True)
+    net = make_net("finetune-xconv", keep_pretrained=True)
     original = copy.deepcopy(net.backbone)
     order = []
     sample = Probe.settles
@@ -160,7 +160,7 @@ def test_the_note_says_what_was_left_unexplained(make_net, tasks, make_method, m
 
 
 def test_a_task_that_is_trained_on_is_not_asked_again(make_net, tasks, make_method, make_settings):
-    net, hears = make_net("xconv", keep_pretrained=True), Hears()
+    net, hears = make_net("finetune-xconv", keep_pretrained=True), Hears()
     fit(net, tasks[0], make_method("confit+probe", NEVER), make_settings(epochs=5))
     net.reopen("dark")
     fit(net, tasks[0], make_method("confit+probe", ALWAYS), make_settings(epochs=5), hears)
@@ -178,7 +178,7 @@ def at_random(task):
     return changed
 
 
-class Draws(Penalty):
+class Draws(Method):
     """Draws random numbers where methods may."""
 
     def __init__(self):
@@ -211,9 +211,9 @@ def test_a_task_that_does_not_settle_is_trained_as_without_the_probe(
     found = []
     for name in ("confit", "confit+probe"):
         method, draws = make_method(name, NEVER), Draws()
-        object.__setattr__(method, "penalties", (*method.penalties, draws))
+        object.__setattr__(method, "penalties", (*method.hooks, draws))
         # Both keep the state: where variances follow, they follow from the first task on then.
-        net, hears = make_net("xconv", keep_pretrained=True, dropout=0.3, **of_net), Hears()
+        net, hears = make_net("finetune-xconv", keep_pretrained=True, dropout=0.3, **of_net), Hears()
         settings = make_settings(epochs=5, augmentation="flip-shift", momentum=0.9, lr=0.01)
         torch.manual_seed(5)
         for task in tasks[:2]:
@@ -253,7 +253,7 @@ def test_earlier_tasks_are_what_they_were_after_one_that_settles(make_run, metho
             return context.index > 0 and super().settles(context)
 
     run = make_run(method, ALWAYS, epochs=5)
-    second = tuple(Second(**ALWAYS["probe"]) if part.name == "probe" else part for part in run.method.penalties)
+    second = tuple(Second(**ALWAYS["probe"]) if part.name == "probe" else part for part in run.method.hooks)
     object.__setattr__(run.method, "penalties", second)
     # A state that was never measured cannot follow: here the first task measures it without being settled by it.
     seen = []
@@ -283,17 +283,17 @@ def rested(make_net, tasks, make_method, make_settings):
     """A network, with one task at rest and one that was trained then, and what changed of the one at rest."""
 
     def make(method="best", hold=True, **of_net):
-        net, hears = make_net("xconv", **{**create_method(method).network, **of_net}), Hears()
+        net, hears = make_net("finetune-xconv", **{**create_method(method).network, **of_net}), Hears()
         settings, x = make_settings(epochs=5, lr=0.05), tasks[0].test
         fit(net, tasks[0], make_method(method, ALWAYS), settings, hears)
         images = tasks[0].inputs(x.pixels[x.rows])
         before = net.eval()(images, tasks[0].name).detach().clone()
-        weights = [p.detach().clone() for p in net.conv_parameters()]
+        weights = [p.detach().clone() for p in net.groups()["weights"]]
         never = {"probe": {**NEVER["probe"], "hold": hold}}
         hears.notes.clear()
         fit(net, tasks[1], make_method(method, never), settings, hears)
         assert [entry.pretrained for entry in net.tasks.values()] == [True, False]
-        moved = sum(not torch.equal(p.detach(), w) for p, w in zip(net.conv_parameters(), weights, strict=True))
+        moved = sum(not torch.equal(p.detach(), w) for p, w in zip(net.groups()["weights"], weights, strict=True))
         return net, hears, moved, (net.eval()(images, tasks[0].name) - before).abs().max().item()
 
     return make
@@ -320,7 +320,7 @@ def test_they_move_where_that_is_asked_for(rested):
 
 
 def test_nothing_is_held_for_a_task_itself(make_net, tasks, make_method, make_settings):
-    net = make_net("xconv", **create_method("best").network)
+    net = make_net("finetune-xconv", **create_method("best").network)
     fit(net, tasks[0], make_method("best", ALWAYS), make_settings(epochs=5))
     assert Probe().holds(net) == frozenset()
     net.add_task("more", 2)

@@ -58,7 +58,7 @@ class Starts(Listener):
 
 
 def states(run):
-    return copy.deepcopy([penalty.state_dict() for penalty in run.method.penalties])
+    return copy.deepcopy([penalty.state_dict() for penalty in run.method.hooks])
 
 
 @pytest.mark.parametrize(("method", "options", "settings"), CASES.values(), ids=CASES)
@@ -88,8 +88,8 @@ def test_without_its_state_a_resumed_run_would_differ(make_run, tmp_path, method
     with pytest.raises(Killed):
         make_run(method, folder=tmp_path, listeners=(Killer(1, 2),)).run()
     run = make_run(method, folder=tmp_path)
-    fresh = make_run(method).method.penalties
-    for penalty, empty in zip(run.method.penalties, fresh, strict=True):
+    fresh = make_run(method).method.hooks
+    for penalty, empty in zip(run.method.hooks, fresh, strict=True):
         penalty.load_state_dict = lambda state, empty=empty, mine=penalty: type(mine).load_state_dict(
             mine, empty.state_dict()
         )

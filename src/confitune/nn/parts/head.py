@@ -63,7 +63,7 @@ class Head(Part):
             parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
 
     def offered(self) -> list[nn.Parameter]:
-        return [*self.linear.parameters()]
+        return [*self.linear.parameters()] if self._classes else []
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits; in a mixed batch padded with -inf to the largest number of classes."""

@@ -9,11 +9,11 @@ from confitune.methods import METHODS, Method, Penalty, compose, create_method, 
 from confitune.methods import PENALTIES as KNOWN
 
 
-class L2(Penalty):
+class L2(Method):
     name = "l2"
 
 
-class Entropy(Penalty):
+class Entropy(Method):
     name = "entropy"
 
 
@@ -29,21 +29,21 @@ def test_a_penalty_on_confit_keeps_its_schedule_and_norm(name):
     method = composed(name)
     assert method.name == name
     assert (method.schedule, method.norm) == (hierarchical, "xconv")
-    assert [type(penalty) for penalty in method.penalties] == [L2]
+    assert [type(penalty) for penalty in method.hooks] == [L2]
 
 
 def test_a_penalty_alone_is_on_fine_tuning():
     method = composed("l2")
     assert (method.schedule, method.norm, method.name) == (plain, "shared", "l2")
-    assert [type(penalty) for penalty in method.penalties] == [L2]
+    assert [type(penalty) for penalty in method.hooks] == [L2]
 
 
 def test_penalties_keep_the_order_of_the_name():
-    assert [type(penalty) for penalty in composed("entropy+task-bn+l2").penalties] == [Entropy, L2]
+    assert [type(penalty) for penalty in composed("entropy+task-bn+l2").hooks] == [Entropy, L2]
 
 
 def test_every_method_gets_penalties_of_its_own():
-    first, second = composed("l2").penalties[0], composed("l2").penalties[0]
+    first, second = composed("l2").hooks[0], composed("l2").hooks[0]
     assert first is not second
 
 
@@ -51,7 +51,7 @@ def test_bases_are_left_as_they_are():
     before = METHODS["confit"]
     composed("l2+confit")
     assert METHODS["confit"] is before
-    assert METHODS["confit"].penalties == ()
+    assert METHODS["confit"].hooks == ()
 
 
 @pytest.mark.parametrize(
@@ -94,17 +94,17 @@ def test_every_method_by_its_name():
     for name, method in METHODS.items():
         made = create_method(name)
         assert replace(made, penalties=()) == replace(method, penalties=())
-        assert [part.options for part in made.penalties] == [part.options for part in method.penalties]
-        assert not set(map(id, made.penalties)) & set(map(id, method.penalties))  # each run has its own
+        assert [part.options for part in made.hooks] == [part.options for part in method.hooks]
+        assert not set(map(id, made.hooks)) & set(map(id, method.hooks))  # each run has its own
         assert method.name == name
         assert method.summary
 
 
 def test_the_parts_of_a_preset_have_options_and_are_there_once():
     method = create_method("best+mas", {"conv-step": {"factor": 0.5}})
-    assert [part.name for part in method.penalties] == ["probe", "conv-step", "mas"]
-    assert method.penalties[1].options.factor == 0.5
-    assert create_method("best").penalties[1].options.factor == pytest.approx(1 / 3)
+    assert [part.name for part in method.hooks] == ["probe", "conv-step", "mas"]
+    assert method.hooks[1].options.factor == 0.5
+    assert create_method("best").hooks[1].options.factor == pytest.approx(1 / 3)
     with pytest.raises(ConfituneError, match="best has conv-step already"):
         create_method("best+conv-step")
 
@@ -152,7 +152,7 @@ def test_own_methods_are_checked_too():
 
 
 def parts_of(method):
-    return [(type(penalty), penalty.options) for penalty in method.penalties]
+    return [(type(penalty), penalty.options) for penalty in method.hooks]
 
 
 @pytest.mark.parametrize(("paper", "parts"), [("mas-cpr", "mas+cpr"), ("mas-afec", "mas+afec")])
@@ -161,23 +161,23 @@ def test_the_papers_names_stand_for_compositions(paper, parts):
     found, expected = create_method(paper, options), create_method(parts, options)
     assert found.name == paper
     assert parts_of(found) == parts_of(expected)
-    assert [penalty.name for penalty in found.penalties] == parts.split("+")
+    assert [penalty.name for penalty in found.hooks] == parts.split("+")
     assert (found.schedule, found.norm) == (plain, "shared")
-    assert found.penalties[0].options.strength == 7
+    assert found.hooks[0].options.strength == 7
 
 
 def test_the_papers_names_can_be_composed_further():
     method = create_method("confit+mas-afec")
-    assert [penalty.name for penalty in method.penalties] == ["mas", "afec"]
+    assert [penalty.name for penalty in method.hooks] == ["mas", "afec"]
     assert (method.schedule, method.norm) == (hierarchical, "xconv")
 
 
 def test_options_reach_their_part_and_no_other():
     options = {"ewc": {"strength": 5, "fisher": "exact"}, "cpr": {"beta": 0.5}, "si": {"damping": 0.3}}
-    ewc, cpr = create_method("ewc+cpr", options).penalties
+    ewc, cpr = create_method("ewc+cpr", options).hooks
     assert ewc.options.model_dump() == {"strength": 5.0, "fisher": "exact", "mode": "eval"}
     assert cpr.options.model_dump() == {"beta": 0.5}
-    (mas,) = create_method("mas", options).penalties
+    (mas,) = create_method("mas", options).hooks
     assert mas.options == type(mas)().options
 
 
