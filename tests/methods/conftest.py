@@ -190,7 +190,7 @@ def _same(found, expected, where=""):
     """Equal to the bit, through dicts and lists."""
     assert type(found) is type(expected), where
     if isinstance(expected, dict):
-        assert list(found) == list(expected), where
+        assert found.keys() == expected.keys(), where
         for key in expected:
             _same(found[key], expected[key], f"{where}/{key}")
     elif isinstance(expected, (list, tuple)):
