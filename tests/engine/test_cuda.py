@@ -14,7 +14,7 @@ from torch import nn
 from confitune.engine import Listener, TrainSettings, Turns, evaluate, fit, library_switches, place
 from confitune.engine.feed import batches
 from confitune.errors import ConfituneError
-from confitune.methods import METHODS, Penalty, create_method, shared_parameters
+from confitune.methods import METHODS, Method, create_method
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, Images, Preprocess, TaskSequence
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -35,6 +35,7 @@ CASES = {
     "single-task": {"method": "single-task"},
     "bn-only": {"method": "bn-only"},
     "linear-probe": {"method": "linear-probe"},
+    "best": {"method": "best"},
     "momentum": {"method": "confit", "momentum": 0.9, "lr": 0.01},
     "adam": {"method": "confit", "optimizer": "adam", "lr": 0.003},
     "cosine": {"method": "finetune", "lr_schedule": "cosine"},
@@ -87,8 +88,8 @@ def assert_same_bits(first, second):
     assert differing == {}
     assert all(tensor.isfinite().all() for tensor in found.values())
     for name, entry in other.net.tasks.items():
-        assert run.net.tasks[name].batches == entry.batches
-        assert run.net.tasks[name].sizes == entry.sizes
+        assert run.net.tasks[name].facts == entry.facts
+        assert run.net.tasks[name].owns == entry.owns
         assert run.net.tasks[name].image_size == entry.image_size
     assert result.accuracy_matrix == expected.accuracy_matrix
     assert result.final_sha256 == expected.final_sha256
@@ -145,7 +146,7 @@ WEAK = {"ewc": {"strength": 1.0}, "si": {"strength": 1.0}, "rwalk": {"strength":
 
 @pytest.mark.parametrize("name", ["ewc", "si", "rwalk", "mas", "mas-cpr", "mas-afec", "confit+ewc", "ccll"])
 def test_captured_steps_and_passes_of_a_comparison_method_give_the_same_bits(ran, name):
-    """Pulls, paths and importance passes run inside the graphs; each run has penalties of its own."""
+    """Pulls, paths and importance passes run inside the graphs; each run has a method of its own."""
     eager, graph = (ran(method=create_method(name, WEAK), step=step) for step in ("eager", "graph"))
     assert_same_importance(graph, eager)
 
@@ -163,8 +164,8 @@ def test_passes_with_batch_moments_give_the_same_bits(ran, name):
 
 def assert_same_importance(graph, eager):
     assert_same_bits(graph, eager)
-    for found, wanted in zip(graph[0].method.penalties, eager[0].method.penalties, strict=True):
-        for field in getattr(found, "kept", ()):
+    for found, wanted in zip(graph[0].method.hooks, eager[0].method.hooks, strict=True):
+        for field in found.kept:
             for key, tensor in getattr(wanted, field).items():
                 assert torch.equal(getattr(found, field)[key], tensor), (field, key)
 
@@ -205,10 +206,10 @@ def test_dropout_is_drawn_anew_in_every_replay(make_net, make_task):
     assert masks.mean().item() == pytest.approx(0.5, abs=0.05)
 
 
-# ---- penalties -------------------------------------------------------------------------------------------------------
+# ---- hooks -------------------------------------------------------------------------------------------------------
 
 
-class Pull(Penalty):
+class Pull(Method):
     """Sums squared gradients in place, and pulls each weight back to its start by them and by a constant.
 
     With one capture for all tasks its tensors stay where they are; otherwise it makes new ones for every task.
@@ -217,6 +218,7 @@ class Pull(Penalty):
     strength = 0.3
 
     def __init__(self, one_capture):
+        super().__init__()
         self.one_capture, self.start, self.importance = one_capture, {}, {}
 
     def begin_task(self, context):
@@ -244,12 +246,11 @@ class Pull(Penalty):
 
 @pytest.mark.parametrize("one_capture", [False, True], ids=["captured for each task", "captured once"])
 @pytest.mark.parametrize("base", ["finetune", "confit"])
-def test_a_penalty_with_state_of_its_own_gives_the_same_bits(ran, one_capture, base):
+def test_a_hook_with_state_of_its_own_gives_the_same_bits(ran, make_method, one_capture, base):
     found = {}
     for step in ("eager", "graph"):
         penalty = Pull(one_capture)
-        method = dataclasses.replace(METHODS[base], penalties=(penalty,))
-        found[step] = (ran(method=method, step=step), penalty)
+        found[step] = (ran(method=make_method(base, penalty), step=step), penalty)
     (eager, by_hand), (graph, replayed) = found["eager"], found["graph"]
     stages = 1 if base == "finetune" else 3
     assert captured(graph[0]) == stages * (2 if one_capture else 3)
@@ -263,14 +264,13 @@ def test_a_penalty_with_state_of_its_own_gives_the_same_bits(ran, one_capture, b
     assert not torch.equal(bare.net.backbone[0].weight, eager[0].net.backbone[0].weight)
 
 
-def test_a_term_of_the_loss_gives_the_same_bits(ran):
-    class Entropy(Penalty):
-        def output_loss(self, logits, labels):
-            p = logits.float().softmax(1)
+def test_a_term_of_the_loss_gives_the_same_bits(ran, make_method):
+    class Entropy(Method):
+        def loss(self, step):
+            p = step.logits.float().softmax(1)
             return 0.3 * (p * p.clamp_min(1e-12).log()).sum(1).mean()
 
-    method = dataclasses.replace("confit", penalties=(Entropy(),))
-    eager, graph = (ran(method=method, step=step) for step in ("eager", "graph"))
+    eager, graph = (ran(method=make_method("confit", Entropy()), step=step) for step in ("eager", "graph"))
     assert captured(graph[0]) > 0
     assert_same_bits(graph, eager)
 
@@ -474,9 +474,9 @@ class Waits(nn.Module):
 def test_a_network_that_waits_is_noted_and_trained_kernel_by_kernel(ran, make_net, options, place_):
     pairs, notes = [], Notes()
     for step in ("eager", "graph"):
-        net = make_net(METHODS[options["method"]].norm, **{k: v for k, v in options.items() if k != "method"})
+        net = make_net(**options)
         net.backbone.insert(3 if place_ == "first" else len(net.backbone), Waits())  # 3: behind the first block
-        pairs.append(ran(method=options["method"], net=net, step=step, listeners=(notes,)))
+        pairs.append(ran(net=net, step=step, listeners=(notes,), **options))
     (note,) = notes.notes
     assert note.startswith("this network cannot be captured as a CUDA graph and is trained kernel by kernel")
     assert captured(pairs[1][0]) == 0
@@ -562,7 +562,7 @@ def test_compiled_steps_agree_with_kernel_by_kernel(ran, make_net, sequence, mon
     for key, value in wanted.items():
         if key.endswith("num_batches_tracked"):
             assert torch.equal(found[key], value), key
-    assert compiled.net.tasks["dark"].batches == eager.net.tasks["dark"].batches
+    assert compiled.net.tasks["dark"].facts == eager.net.tasks["dark"].facts
     # The last stage has moved the convolutions, and alike.
     moved = (wanted["backbone.0.weight"] - start).norm()
     assert moved > 0
