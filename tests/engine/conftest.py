@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from confitune.engine import Executor, SequenceRun, TaskFit, TrainSettings
+from confitune.engine import Executor, SequenceRun, TaskFit, TrainSettings, place
 from confitune.methods import Method, create_method
 from confitune.tasks import Images, Preprocess, Task, TaskSequence
 
@@ -97,6 +97,7 @@ def make_run(sequence):
         settings = TrainSettings(**{"epochs": 3, "batch_size": 8, "lr": 0.05, "device": "cpu", **options})
         method = _method(method, **of_method)
         net = net or method.network(_backbone(dropout))
+        tasks = place(tasks, settings.torch_device(), settings.pixels)
         return SequenceRun(net, tasks, method, settings, folder=folder, listeners=listeners, config=config, **of_run)
 
     return make

@@ -6,6 +6,8 @@ Bits are compared in float32 (or bfloat16) with deterministic algorithms; everyt
 import dataclasses
 import os
 import re
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 from confitune.engine import Listener, TrainSettings, Turns, evaluate, fit, library_switches, place
 from confitune.engine.feed import batches
 from confitune.errors import ConfituneError
-from confitune.methods import METHODS, Method, create_method
+from confitune.methods import Method, create_method
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, Images, Preprocess, TaskSequence
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -35,7 +37,6 @@ CASES = {
     "single-task": {"method": "single-task"},
     "bn-only": {"method": "bn-only"},
     "linear-probe": {"method": "linear-probe"},
-    "best": {"method": "best"},
     "momentum": {"method": "confit", "momentum": 0.9, "lr": 0.01},
     "adam": {"method": "confit", "optimizer": "adam", "lr": 0.003},
     "cosine": {"method": "finetune", "lr_schedule": "cosine"},
@@ -170,6 +171,38 @@ def assert_same_importance(graph, eager):
                 assert torch.equal(getattr(found, field)[key], tensor), (field, key)
 
 
+def test_a_task_that_settles_does_so_captured_or_not(ran):
+    """Of three one does, the others are trained."""
+    some = {"best": {"worse": 0, "most": 0.3}}
+    eager, graph = (ran(method=create_method("best", some), step=step) for step in ("eager", "graph"))
+    assert captured(graph[0]) > 0
+    assert sorted(len(entry.owns) for entry in graph[0].net.tasks.values()) == [1, 2, 2]
+    assert_same_bits(graph, eager)
+    assert graph[1].fgt == 0
+
+
+def test_a_method_that_keeps_a_network_of_its_own_gives_the_same_bits(ran):
+    """Whose answers are a part of the captured step; in half precision, too."""
+    lwf = f"{Path(__file__).parents[2] / 'examples' / 'lwf.py'}:LwF"
+    for precision in ("fp32", "bf16"):
+        eager, graph = (ran(method=create_method(lwf), step=step, precision=precision) for step in ("eager", "graph"))
+        assert captured(graph[0]) == 3  # each task for itself
+        assert_same_bits(graph, eager)
+
+
+@pytest.mark.parametrize("options", [{"lr_schedule": "cosine"}, {"momentum": 0.9, "lr": 0.01}, CASES["adam"]])
+def test_learning_rates_of_groups_are_those_of_the_epoch_in_captured_steps(ran, options):
+    class Slow(Method):
+        lr_factors: ClassVar = {"weights": 0.1}
+
+    options = {key: value for key, value in options.items() if key != "method"}
+    eager, graph = (ran(method=Slow(), step=step, **options) for step in ("eager", "graph"))
+    assert captured(graph[0]) > 0
+    assert_same_bits(graph, eager)
+    plain, _ = ran(method=Method(), step="graph", **options)
+    assert not torch.equal(plain.net.backbone[0].weight, graph[0].net.backbone[0].weight)
+
+
 def test_tasks_of_one_shape_share_their_captures(ran):
     """Three stages, for heads of 3 classes (tasks 1 and 3) and of 2; the pass is the same for all."""
     assert captured(ran(method="confit", step="graph")[0]) == 6
@@ -206,7 +239,7 @@ def test_dropout_is_drawn_anew_in_every_replay(make_net, make_task):
     assert masks.mean().item() == pytest.approx(0.5, abs=0.05)
 
 
-# ---- hooks -------------------------------------------------------------------------------------------------------
+# ---- hooks -------------------------------------------------------------------------------------------------------------
 
 
 class Pull(Method):
