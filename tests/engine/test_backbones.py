@@ -100,5 +100,5 @@ def test_resumed_equals_undisturbed(name, method, tasks, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", ["confit", "finetune-xconv"])
 def test_what_recovers_means_says_that_it_needs_batch_norm(name, method):
-    with pytest.raises(NoBatchNormError, match="has no batch norm .*finetune, bn-only and linear-probe run on any"):
+    with pytest.raises(NoBatchNormError, match=r"has no batch norm .*finetune, bn-only and linear-probe run on any"):
         network(create_method(method), name)

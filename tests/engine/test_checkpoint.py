@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from confitune.engine.checkpoint import data_of, require_same_config, values_of
-
 from confitune.errors import ConfituneError
+
 
 def repacked(archive, compression=zipfile.ZIP_STORED, pickled=None):
     """The archive again, with another pickle in it where one is given."""
@@ -19,6 +19,7 @@ def repacked(archive, compression=zipfile.ZIP_STORED, pickled=None):
             again.writestr(name, pickled if changed else packed.read(name))
     return out.getvalue()
 
+
 def test_values_come_back():
     values = {"a": torch.arange(3), "b": {"c": [1, 2.5, None, "d", (True,)]}, "e": torch.zeros(2, 2)[:, 0]}
     found = values_of(data_of(values))
@@ -27,11 +28,13 @@ def test_values_come_back():
     assert torch.equal(found["e"], values["e"])
     assert values_of(repacked(data_of(values)))["b"] == values["b"]
 
+
 def test_nothing_compressed_is_unpacked(monkeypatch):
     bomb = repacked(data_of({"a": torch.zeros(100_000)}), zipfile.ZIP_DEFLATED)
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(ValueError, match="its parts are larger than the file"):
         values_of(bomb)
+
 
 @pytest.mark.parametrize(
     ("pickled", "why"),
@@ -47,6 +50,7 @@ def test_only_tensors_and_plain_values_are_built(pickled, why, monkeypatch):
     with pytest.raises(ValueError, match=why):
         values_of(data)
 
+
 def test_few_values_cannot_stand_for_many():
     laughs = ["ha"] * 10
     for _ in range(12):
@@ -59,13 +63,16 @@ def test_few_values_cannot_stand_for_many():
     with pytest.raises(ValueError, match="more values than a checkpoint has"):
         values_of(data_of({"config": deep}))
 
+
 def test_a_tensor_is_no_larger_than_what_is_stored_of_it():
     with pytest.raises(ValueError, match="larger than what is stored of it"):
         values_of(data_of({"net": {"w": torch.zeros(1).expand(2**40)}}))
 
+
 def test_only_named_values_are_a_checkpoint():
     with pytest.raises(ValueError, match="it holds list"):
         values_of(data_of([1]))
+
 
 def test_whatever_a_configuration_holds_can_be_compared_and_shown(tmp_path):
     laughs = ["ha"] * 10

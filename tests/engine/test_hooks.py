@@ -83,7 +83,9 @@ def test_terms_and_gradients_equal_their_terms_in_the_loss(
         return sum(terms.values()) if which == "both" else terms[which]
 
     model = trained_by_hand(backbone, head, recorder, extra_loss)
-    for found, expected in zip((*net.backbone.parameters(), *net.head.linear.parameters()), model.parameters(), strict=True):
+    for found, expected in zip(
+        (*net.backbone.parameters(), *net.head.linear.parameters()), model.parameters(), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     # ... and the terms do matter:
     plain = make_net("finetune")

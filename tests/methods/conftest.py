@@ -125,9 +125,7 @@ def _create(method, options=None, hooks=()):
     return method
 
 
-def _run(
-    method, options=None, *, listeners=(), folder=None, net=None, tasks=TASKS, hooks=(), dropout=0.0, **settings
-):
+def _run(method, options=None, *, listeners=(), folder=None, net=None, tasks=TASKS, hooks=(), dropout=0.0, **settings):
     """A run of a method on three tiny tasks of 3, 2 and 4 classes, with a checkpoint after every epoch."""
     method = _create(method, options, hooks)
     net = net or method.network(_backbone(dropout=dropout))

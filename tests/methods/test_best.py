@@ -1,4 +1,4 @@
-"""When a task is left at a head on pre-trained features, that deciding leaves no trace, and that nothing is forgotten."""
+"""When a task is left at a head on pre-trained features, that deciding leaves no trace, that nothing is forgotten."""
 
 import copy
 import csv
@@ -267,9 +267,7 @@ def test_resumed_equals_undisturbed(best, tmp_path, task, when):
     assert found.accuracy_matrix == expected.accuracy_matrix
     assert (run.images, found.tasks) == (whole.images, expected.tasks)
     for log in ("epochs.csv", "accuracy.csv"):
-        mine, other = (
-            [{**row, "seconds": ""} for row in csv.DictReader((logs[name] / log).open())] for name in logs
-        )
+        mine, other = ([{**row, "seconds": ""} for row in csv.DictReader((logs[name] / log).open())] for name in logs)
         assert mine == other
 
 

@@ -1,6 +1,5 @@
 """CCLL: small convolutions per task that leave everything older to the bit as it was; the linear probe beside it."""
 
-import copy
 import math
 
 import numpy as np
@@ -261,7 +260,10 @@ def test_its_paper_trains_150_epochs_and_divides_the_rate_at_50_100_and_125():
 def test_its_options_reach_parts_and_stages():
     default = create_method("ccll")
     chosen = create_method("ccll", {"ccll": {"start": "identity", "base": "first-task"}})
-    assert [method.parts()[1].kind for method in (default, chosen)] == ["Calibrations(random)", "Calibrations(identity)"]
+    assert [method.parts()[1].kind for method in (default, chosen)] == [
+        "Calibrations(random)",
+        "Calibrations(identity)",
+    ]
     trained = {"head", "norms", "calibrations"}
     assert [stage.trains for index in (0, 1) for stage in default.stages(7, index)] == [trained, trained]
     assert [stage.trains for index in (0, 1) for stage in chosen.stages(7, index)] == [{*trained, "weights"}, trained]

@@ -9,6 +9,7 @@ from scipy.stats import entropy
 from confitune.methods import Step, create_method
 from confitune.methods.cpr import CPR
 
+
 def of(logits, beta):
     """The term for these logits."""
     return CPR(beta=beta).loss(Step(None, None, logits, None, None))

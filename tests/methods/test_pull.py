@@ -174,7 +174,9 @@ class Watch(Method):
         self.pulls.append(self.held())
 
     def end_task(self, context):
-        self.ends.append(({name: p.detach().clone() for name, p in context.net.shared_parameters().items()}, self.held()))
+        self.ends.append(
+            ({name: p.detach().clone() for name, p in context.net.shared_parameters().items()}, self.held())
+        )
 
 
 @pytest.mark.parametrize("name", PULLS)

@@ -222,7 +222,7 @@ def test_wrong_options_are_named_with_those_there_are(name, options, words):
 
 # ---- of a user's own -------------------------------------------------------------------------------------------------
 
-MINE = '''
+MINE = """
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -259,7 +259,7 @@ class Nameless(Method):
 
 
 number = 5
-'''
+"""
 
 
 @pytest.fixture

@@ -34,9 +34,7 @@ def path_and_fall(model, task, lr, epochs, make_fit, loss):
     return sum(tensor.sum().item() for tensor in look.path.values()), look.fall
 
 
-def test_the_path_integral_tends_to_the_fall_of_the_loss(
-    linear_model, float_task, make_fit, numpy_softmax
-):
+def test_the_path_integral_tends_to_the_fall_of_the_loss(linear_model, float_task, make_fit, numpy_softmax):
     """Steps a tenth as long, ten times as many: a tenth of the error, the loss's fall the same."""
     task = float_task(images=30, spread=2.0)
     x, labels = task.train.pixels.mean((2, 3)).numpy(), task.train.labels.numpy()
