@@ -23,7 +23,7 @@ from straightforward import learn, make_loaders
 
 from confitune.engine import SequenceRun, TrainSettings, Turns, library_switches, place, steps_of
 from confitune.methods import create_method
-from confitune.nn import ContinualNet, create_backbone
+from confitune.nn import create_backbone
 from confitune.tasks import dataset_info, load_tasks
 
 
@@ -62,11 +62,11 @@ def main() -> None:
     began = time.perf_counter()
     tasks = place(stored, device)
     placing = time.perf_counter() - began
-    method = create_method("confit")
+    method = create_method("confit", {"confit": {"means": options.means}})
     images = sum(len(t.train) // settings.batch_size * settings.batch_size for t in tasks) * settings.epochs
 
     def run_of(seed: int, *listeners: Any) -> SequenceRun:
-        net = ContinualNet(copy.deepcopy(backbone.module), means=options.means)
+        net = method.network(copy.deepcopy(backbone.module))
         return SequenceRun(net, tasks, method, settings.model_copy(update={"seed": seed}), listeners=listeners)
 
     times: dict[str, list[float]] = {"straightforward": [], "confitune": []}

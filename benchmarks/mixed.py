@@ -3,8 +3,8 @@
     python benchmarks/mixed.py                        # a minute on 2 cores
     python benchmarks/mixed.py --model resnet18 --device cuda
 
-Both go through the network once. In a mixed batch every image is scaled and shifted by its own task's batch norms and
-answered by its own task's head.
+Both go through the network once. In a mixed batch every image is treated by the parts of its own task: scaled and
+shifted by its norms, with --method best changed by its low-rank changes of weights, and answered by its head.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from report import write_report
 from step import synchronize
 
 from confitune.engine import TrainSettings
-from confitune.nn import ContinualNet, create_backbone
+from confitune.methods import create_method
+from confitune.nn import create_backbone
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tf_efficientnet_lite0")
+    parser.add_argument("--method", default="confit", help="whose parts tasks own")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--pixels", type=int, default=224)
     parser.add_argument("--batch-size", type=int, default=32)
@@ -35,13 +37,15 @@ def main() -> None:
     options = parser.parse_args()
     device = TrainSettings(device=options.device).torch_device()
     backbone = create_backbone(options.model, "none")  # speed does not depend on weights
-    net = ContinualNet(backbone.module).to(device)
+    net = create_method(options.method).network(backbone.module).to(device)
     generator = torch.Generator().manual_seed(0)
     for number in range(options.tasks):
         net.add_task(f"task{number + 1}", options.classes, generator)
         net.train()
         with torch.no_grad():
             net(torch.randn(4, 3, options.pixels, options.pixels, generator=generator).to(device) + number)
+            for parameter in net.parts["deltas"].parameters() if "deltas" in net.parts else ():
+                parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator).to(device))
         net.finish_task()
     net.to(memory_format=torch.channels_last).eval()
     shape = (options.batch_size, 3, options.pixels, options.pixels)
@@ -70,6 +74,7 @@ def main() -> None:
     )
     numbers = {
         "model": options.model,
+        "method": options.method,
         "pixels": options.pixels,
         "batch_size": options.batch_size,
         "tasks": options.tasks,

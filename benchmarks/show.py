@@ -50,7 +50,7 @@ PARTS = {
         figures.stages_figure,
     ),
     "deterministic": Part(
-        "Steps that train everything, without and with `--deterministic`",
+        "Steps that train everything, without and with `deterministic`",
         tables.about_steps,
         tables.deterministic_table,
     ),

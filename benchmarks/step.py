@@ -30,22 +30,35 @@ from torch.nn.functional import cross_entropy
 
 from confitune.engine import EpochEnd, Listener, TaskFit, TrainSettings
 from confitune.engine.capture import Executor
-from confitune.methods import METHODS, Method, Stage
-from confitune.nn import Backbone, ContinualNet, create_backbone, headless
-from confitune.nn.flow import trace_flow
+from confitune.methods import Method, Stage, create_method
+from confitune.nn import Backbone, Head, Part, XconvNorms, create_backbone, headless, trace_flow
 from confitune.tasks import Images, Preprocess, Task
 
 STAGES = {
     "head": frozenset({"head"}),
-    "head+norm": frozenset({"head", "norm"}),
-    "all": frozenset({"head", "norm", "conv"}),
+    "head+norms": frozenset({"head", "norms"}),
+    "all": frozenset({"head", "norms", "weights"}),
 }
-# Batch norm, and how its statistics are taken: the network's options and the settings'.
-NORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "plain BN": ("shared", {}, {}),
-    "silent": ("xconv", {"statistics": "pass"}, {}),
-    "tracking": ("xconv", {"statistics": "running"}, {"track_from": 0}),
+# How statistics of Xconv BN are taken (None: plain batch norm), and the settings for it.
+NORMS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "plain BN": (None, {}),
+    "silent": ("pass", {}),
+    "tracking": ("running", {"track_from": 0}),
 }
+
+
+class OneStage(Method):
+    """One stage for all epochs, with plain batch norm or Xconv BN."""
+
+    def __init__(self, stage: str, means: str, statistics: str | None) -> None:
+        super().__init__()
+        self._stage, self._xconv = stage, statistics and (means, statistics)
+
+    def parts(self) -> list[Part]:
+        return [XconvNorms(*self._xconv), Head()] if self._xconv else [Head()]
+
+    def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
+        return (Stage(self._stage, epochs, STAGES[self._stage]),)
 
 
 class Speeds(Listener):
@@ -119,10 +132,9 @@ def show_steps(
                 step=mode,
                 deterministic=deterministic,
                 epochs=options.repeats + 1,
-                **NORMS[norm][2],
+                **NORMS[norm][1],
             )
-            method = Method("benchmark", lambda epochs, s=stage: (Stage(s, epochs, STAGES[s]),), NORMS[norm][0], "")
-            speeds = fitted_speeds(backbone, task, method, settings, NORMS[norm][1], options)
+            speeds = fitted_speeds(backbone, task, OneStage(stage, options.means, NORMS[norm][0]), settings)
             speed = statistics.median(speeds[1:])
             numbers["steps"].append(
                 {
@@ -144,18 +156,11 @@ def show_steps(
             )
 
 
-def fitted_speeds(
-    backbone: Backbone,
-    task: Task,
-    method: Method,
-    settings: TrainSettings,
-    of_net: dict[str, Any],
-    options: argparse.Namespace,
-) -> list[float]:
-    net = ContinualNet(copy.deepcopy(backbone.module), norm=method.norm, means=options.means, **of_net)
-    executor, listener = Executor(net, settings), Speeds()
+def fitted_speeds(backbone: Backbone, task: Task, method: Method, settings: TrainSettings) -> list[float]:
+    listener = Speeds()
+    executor = Executor(method.network(copy.deepcopy(backbone.module)), settings, listener)
     with executor.session():
-        TaskFit(net, task, method, settings, listener, executor=executor).run()
+        TaskFit(executor, task, method).fit()
     return listener.speeds
 
 
@@ -164,26 +169,24 @@ def show_tasks(
 ) -> None:
     """Whole tasks of ten epochs in ConFiT's three stages, plain batch norm and both kinds of statistics in turns."""
     task = random_task(max(options.task_images, batch), options, device)
+    confit = {kind: {"means": options.means, "statistics": kind} for kind in ("running", "pass")}
     cases = {
-        "plain BN": (METHODS["hierarchical"], {}),
-        "running": (METHODS["confit"], {"statistics": "running"}),
-        "pass": (METHODS["confit"], {"statistics": "pass"}),
+        "plain BN": create_method("hierarchical"),
+        **{kind: create_method("confit", {"confit": chosen}) for kind, chosen in confit.items()},
     }
     for mode in ["graph"] if "graph" in options.mode else ["eager"]:
         settings = TrainSettings(batch_size=batch, device=options.device, step=mode)
-        nets = {
-            name: ContinualNet(copy.deepcopy(backbone.module), norm=method.norm, means=options.means, **of_net)
-            for name, (method, of_net) in cases.items()
+        executors = {
+            name: Executor(method.network(copy.deepcopy(backbone.module)), settings) for name, method in cases.items()
         }
-        executors = {name: Executor(net, settings) for name, net in nets.items()}
         seconds: dict[str, list[float]] = {name: [] for name in cases}
         for repeat in range(options.task_repeats + 1):
-            for name, net in nets.items():
+            for name, executor in executors.items():
                 named = replace(task, name=f"task{repeat}")
                 synchronize(device)
                 began = time.perf_counter()
-                with executors[name].session():
-                    TaskFit(net, named, cases[name][0], settings, Listener(), executor=executors[name]).run()
+                with executor.session():
+                    TaskFit(executor, named, cases[name]).fit()
                 synchronize(device)
                 seconds[name].append(time.perf_counter() - began)
         median = {name: statistics.median(values[1:]) for name, values in seconds.items()}

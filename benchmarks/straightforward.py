@@ -17,8 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import CenterCrop, Compose, Normalize, Resize, ToTensor
 
-from confitune.nn import headless
-from confitune.nn.flow import trace_flow
+from confitune.nn import headless, trace_flow
 from confitune.tasks import Images, Task
 
 

@@ -20,9 +20,9 @@ import torch
 from report import write_report
 from step import random_task, synchronize
 
-from confitune.engine import Executor, Listener, TaskFit, TrainSettings
-from confitune.methods import METHODS
-from confitune.nn import ContinualNet, create_backbone
+from confitune.engine import Executor, TaskFit, TrainSettings
+from confitune.methods import create_method
+from confitune.nn import create_backbone
 
 
 def main() -> None:
@@ -42,7 +42,8 @@ def main() -> None:
     device = settings.torch_device()
     backbone = create_backbone(options.model, options.weights)
     task = random_task(options.images, options, device)
-    net = ContinualNet(backbone.module)
+    method = create_method("confit")
+    net = method.network(backbone.module)
     executor = Executor(net, settings)
     points: list[dict[str, Any]] = []
     for index in range(options.tasks):
@@ -50,7 +51,7 @@ def main() -> None:
         synchronize(device)
         began = time.perf_counter()
         with executor.session():
-            TaskFit(net, named, METHODS["confit"], settings, Listener(), executor=executor).run()
+            TaskFit(executor, named, method).fit()
         synchronize(device)
         points.append(
             {

@@ -19,8 +19,10 @@ from PIL import Image
 from confitune import cli, metrics
 from confitune.engine import RunResult, SequenceRun
 from confitune.errors import ConfituneError
+from confitune.experiments.identity import filled
 from confitune.files import read_sealed
 from confitune.nn import create_backbone, state_sha256
+from confitune.settings import DataSettings, NetworkSettings, TrainSettings
 
 SOURCE = Path(cli.__file__).parents[2]
 
@@ -142,29 +144,6 @@ def test_a_run_prints_its_tasks_and_the_table(confitune, tiny, tmp_path):
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     assert cells[1:3] == [f"{mean:.1f} ± {half:.1f}", "0.0 ± 0.0"]
     assert f"Everything is in {out}; the picture to look at first: {out / 'digits' / 'overview.png'}" in said.out
-
-
-def test_a_run_in_which_no_task_is_trained(confitune, tiny, tmp_path):
-    """Every task settles: there are no epochs to log, and no images a second."""
-    out = tmp_path / "out"
-    options = ["--method", "best", "--set", "probe.worse=0", "--set", "probe.most=1000", "--seeds", 2]
-    said = confitune("run", *tiny, *options, "--out", out)
-    assert said.code == 0, said.err
-    assert (said.out + said.err).count("a head is fitted to the former") == 4
-    assert "loss" not in said.out
-    results = [RunResult.load(out / f"digits/best/seed-{seed}/result.json") for seed in (0, 1)]
-    for result in results:
-        assert result.images_per_second == 0
-        assert [task["norm_numbers"] for task in result.tasks] == [0, 0]
-        assert result.fgt == 0
-        assert result.config["options"]["probe"]["worse"] == 0
-    assert (out / "digits/best/seed-0/epochs.csv").read_text().splitlines()[1:] == []
-    assert len((out / "digits/best/seed-0/accuracy.csv").read_text().splitlines()) == 1 + 3
-    assert json.loads((out / "summary.json").read_text())["digits"]["best"]["images_per_second"] == [0, 0]
-    again = confitune("run", *tiny, *options, "--out", out, "--resume")
-    assert again.code == 0, again.err
-    page = confitune("report", out)
-    assert page.code == 0, page.err
 
 
 def test_the_default_network_with_the_weights_that_are_installed(confitune, tmp_path):
@@ -289,7 +268,16 @@ def in_a_process(*arguments):
 
 def test_a_killed_process_resumes_to_the_same_result(confitune, weights, tmp_path):
     options = "--dataset digits --tasks 2 --epochs 6 --batch-size 32 --model test_byobnet --method confit --device cpu"
-    arguments = ["run", *options.split(), "--weights", str(weights), "--momentum", "0.9", "--checkpoint-seconds", "0"]
+    arguments = [
+        "run",
+        *options.split(),
+        "--weights",
+        str(weights),
+        "--set",
+        "momentum=0.9",
+        "--checkpoint-seconds",
+        "0",
+    ]
     process = in_a_process(*arguments, "--out", str(tmp_path / "killed"))
     checkpoint = tmp_path / "killed/digits/confit/seed-0/checkpoint.pt"
     until = time.monotonic() + 120
@@ -337,7 +325,7 @@ def test_options_win_over_the_recipe(confitune, weights, tmp_path):
     said = confitune("run", recipe, "--epochs", 1, "--lr", 0.02, "--method", "confit", "--out", tmp_path / "out")
     assert said.code == 0
     (path,) = (tmp_path / "out").rglob("result.json")
-    config = RunResult.load(path).config
+    config = filled(RunResult.load(path).config)
     assert (config["epochs"], config["lr"], config["method"]) == (1, 0.02, "confit")  # given
     assert (config["dataset"], config["means"], config["batch_size"], config["tasks"]) == ("digits", "phase", 16, 1)
 
@@ -378,7 +366,14 @@ def test_a_missing_recipe(confitune, tmp_path):
         ("--step nonsense", "step='nonsense' is not known: There are 'auto', 'eager', 'graph' or 'compile'."),
         ("--step grap", "step='grap' is not known: did you mean 'graph'?"),
         ("--step graph", "step='graph' captures CUDA graphs and needs a GPU; leave it at 'auto'"),
-        ("--pixels hist", "pixels='hist' is not known: did you mean 'host'?"),
+        ("--set pixels=hist", "pixels='hist' is not known: did you mean 'host'?"),
+        ("--set weight_deca=1", "--set weight_deca=1: there is no setting 'weight_deca'; did you mean 'weight_decay'?"),
+        ("--set strength=3", "there is no setting 'strength'; did you mean 'ewc.strength'?"),
+        ("--set lr", "--set lr: write NAME=VALUE, e.g. lr=0.1, or PART.OPTION=VALUE"),
+        ("--set .x=1", "--set .x=1: write NAME=VALUE"),
+        ("--set options=1", "there is no setting 'options'"),
+        ("--set ewcc.strength=1", "set options of 'ewcc', which is no part of any method; did you mean 'ewc'?"),
+        ("--set tasks=0", "tasks=0.0: Input should be greater than or equal to 1"),
         ("--pipeline published", "digits has no 'published' pipeline"),
         ("--model resnet81", "no model 'resnet81' in timm or torchvision. Did you mean resnet18"),
         ("--model vit_tiny_patch16_224 --weights none", "VisionTransformer has no batch norm"),
@@ -436,6 +431,24 @@ def test_wrong_usage(confitune):
     assert "--epochs" in said.err
 
 
+@pytest.mark.parametrize("command", [["run"], ["tune", "ewc"], ["reproduce", "table2"]])
+def test_a_setting_without_an_option_is_answered_with_set(confitune, command):
+    said = confitune(*command, "--weight-decay", "3")
+    assert said.code == 2
+    assert "No such option: --weight-decay; write --set weight_decay=VALUE" in said.err
+
+
+def test_every_setting_can_be_set(confitune, tiny, tmp_path):
+    changes = ["weight_decay=1e-4", "lr_milestones=[0.5]", "deterministic=true", "order_seed=3", "lr=0.02", "seed=4"]
+    options = [word for change in changes for word in ("--set", change)]
+    said = confitune("run", *tiny, "--lr", "0.5", *options, "--method", "finetune", "--out", tmp_path / "out")
+    assert said.code == 0, said.err
+    result = RunResult.load(tmp_path / "out/digits/finetune/seed-4/result.json")
+    told = {name: result.config[name] for name in ("weight_decay", "lr_milestones", "order_seed", "lr")}
+    assert told == {"weight_decay": 1e-4, "lr_milestones": [0.5], "order_seed": 3, "lr": 0.02}
+    assert result.execution == "fp32, eager, deterministic"
+
+
 @pytest.mark.parametrize("count", ["0", "-1", "two"])
 def test_there_is_at_least_one_seed_at_a_time(confitune, tiny, tmp_path, no_runs, count):
     said = confitune("run", *tiny, "--parallel-seeds", count, "--out", tmp_path / "out")
@@ -447,8 +460,9 @@ def test_there_is_at_least_one_seed_at_a_time(confitune, tiny, tmp_path, no_runs
 
 def test_how_it_is_run_goes_into_the_result_and_not_into_what_was_run(confitune, tiny, tmp_path):
     out = tmp_path / "out"
-    options = ["--method", "finetune", "--seeds", 2, "--parallel-seeds", 2, "--deterministic", "--step", "eager"]
-    assert confitune("run", *tiny, *options, "--pixels", "host", "--out", out).code == 0
+    options = ["--method", "finetune", "--seeds", 2, "--parallel-seeds", 2, "--step", "eager"]
+    options += ["--set", "deterministic=true", "--set", "pixels=host"]
+    assert confitune("run", *tiny, *options, "--out", out).code == 0
     results = [RunResult.load(out / f"digits/finetune/seed-{seed}/result.json") for seed in (0, 1)]
     for result in results:
         assert result.execution == "fp32, eager, deterministic"
@@ -493,7 +507,9 @@ def test_models_with_a_pattern_that_fits_none(confitune):
     assert "no model matches 'xyzzy'" in refused(confitune("models", "xyzzy"))
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["models", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["tune", "--help"], ["reproduce", "--help"], ["models", "--help"]]
+)
 def test_help_is_quick_because_it_imports_no_torch(arguments):
     program = (
         "import sys\n"
@@ -511,6 +527,7 @@ def test_help_is_quick_because_it_imports_no_torch(arguments):
     assert "CODE 0" in said
     assert "HEAVY []" in said
     expected = {"--help": ["run", "models"], "run": ["--dataset", "--resume", "--method"], "models": ["pattern"]}
+    expected |= {"tune": ["--grid", "--option", "--resume", "--no-retrain"], "reproduce": ["--datasets", "--quick"]}
     assert all(word in said for word in expected[arguments[0]])
 
 
@@ -523,9 +540,37 @@ def test_help_shows_how_datasets_are_joined(confitune, command):
 
 def test_help_shows_how_a_run_can_be_made_faster(confitune):
     said = confitune("run", "--help").out
-    for option in ("--step", "--pixels", "--deterministic", "--parallel-seeds"):
+    for option in ("--step", "--precision", "--parallel-seeds"):
         assert option in said
-    assert "--no-deterministic" not in said
+
+
+def test_help_of_settings_is_what_the_settings_say(confitune):
+    shown = {command: " ".join(confitune(command, "--help").out.replace("│", " ").split()) for command in COMMANDS}
+    assert 20 <= len(set(re.findall(r"(?<= )--[a-z][a-z-]+", shown["run"])) - {"--help", "--no-resume"}) <= 25
+    for said in shown.values():
+        assert "learning rate (paper: 0.01) [default: (0.01)]" in said
+        assert "--step [auto|eager|graph|compile]" in said
+    assert "--means [window|phase]" in shown["run"]
+    assert "[default: (window)]" in shown["run"]
+    assert "[default: (phase)]" in shown["reproduce"]
+    assert "--weight-decay" not in shown["run"]
+
+
+COMMANDS = ("run", "tune", "reproduce")
+
+
+def test_options_lists_every_setting(confitune):
+    found = {entry["name"]: entry for entry in json.loads(confitune("options", "--json").out)}
+    fields = {**DataSettings.model_fields, **NetworkSettings.model_fields, **TrainSettings.model_fields}
+    assert set(fields) <= set(found)
+    assert all(entry["description"] for entry in found.values())
+    assert (found["weight_decay"]["default"], found["weight_decay"]["group"]) == (0.0, "Training")
+    assert (found["epochs"]["default"], found["model"]["default"]) == (None, "tf_efficientnet_lite0")
+    assert (found["ewc.strength"]["default"], found["ewc.strength"]["group"]) == (300.0, "Methods")
+    said = confitune("options").out
+    assert cells(said, "lr_milestones")[:2] == ["lr_milestones", "0.333, 0.667, 0.833"]
+    assert cells(said, "deterministic")[1] == "false"
+    assert cells(said, "cpr.beta") == ["cpr.beta", "0.05", "of the entropy"]
 
 
 def test_without_arguments_help_is_shown(confitune):
@@ -550,7 +595,7 @@ def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tm
         if strength == best:
             test = RunResult.load(out / f"retrained/ewc.strength={strength}/digits/ewc/seed-0/result.json")
             assert row[4:] == [f"{test.acc:.1f}", f"{test.fgt:.1f}"]
-            assert test.config["held_out"] is None
+            assert "held_out" not in test.config
     assert f"Everything is in {out}; to run the winner again: confitune run {out / 'winner.yaml'}" in said.out
 
     message = refused(confitune(*arguments))
@@ -574,7 +619,7 @@ def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tm
         ("ewc --option ewc.fisher", "the paper has no grid for ewc.fisher"),
         ("ewc --grid 1", "a search needs two or more values"),
         ("ewc --grid 1 --grid x", "options of ewc: strength"),
-        ("ewc --set strength=3", "--set strength=3: write PART.OPTION=VALUE"),
+        ("ewc --set strength=3", "there is no setting 'strength'; did you mean 'ewc.strength'?"),
         ("ewc --tasks 9", "digits has 5 tasks of 2 classes, so tasks=9 is impossible"),
         ("ewc --weights none.pth", "no weights file none.pth"),
         ("ewc none.yaml", "no recipe none.yaml"),
@@ -619,7 +664,7 @@ def test_runs_are_done_where_they_are_asked_for(confitune, tmp_path, monkeypatch
     asked = []
 
     def nowhere(**options):
-        asked.append({name: value for name, value in options.items() if name not in ("console", "ranks")})
+        asked.append({name: value for name, value in options.items() if name != "console"})
         raise ConfituneError("there is no such place")
 
     monkeypatch.setattr("confitune.experiments.open_place", nowhere)
@@ -653,25 +698,6 @@ def test_methods_as_json(confitune):
     one = json.loads(confitune("methods", "ewc", "--json").out)
     assert one == next(entry for entry in found if entry["name"] == "ewc")
     assert one["options"][0]["paper"]["flowers102"] == 100_000
-
-
-@pytest.mark.parametrize("command", ["tune", "methods"])
-def test_help_of_tune_and_methods_teaches_and_imports_no_torch(command):
-    program = (
-        "import sys\nfrom confitune.cli import main\n"
-        f"sys.argv = ['confitune', '{command}', '--help']\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print('HEAVY', sorted({'torch', 'timm', 'matplotlib', 'numpy'} & set(sys.modules)))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "120"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    said = plain(done.stdout)
-    assert "HEAVY []" in said
-    expected = {
-        "tune": ["confitune tune ewc --dataset digits --seeds 3", "--grid", "--option", "--resume", "--no-retrain"],
-        "methods": ["confitune methods ewc", "--json"],
-    }
-    assert all(word in said for word in expected[command])
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs limits on the size of files")

@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and locks that end with the process that holds them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
 from confitune.errors import ConfituneError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -81,3 +87,39 @@ def checksum_of(values: dict[str, Any]) -> str:
     True
     """
     return hashlib.sha256(json.dumps(values, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+@contextmanager
+def exclusive(path: Path, waiting: Callable[[], None]) -> Iterator[bool]:
+    """Hold the lock file `path`; `waiting` is called once if another process has it.
+
+    The operating system drops the lock when its process ends, however it ends, so a killed process blocks nobody;
+    the empty file stays. Yields False where the system or the file system has no such lock: then the work may be
+    done twice, and must be safe to do twice.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as handle:
+        held = fcntl is not None
+        if held:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            except OSError:  # e.g. a network file system without locks
+                held = False
+        yield held
+
+
+def is_free(path: Path) -> bool:
+    """Whether no living process holds the lock file; the file alone says nothing, it stays when its process ends."""
+    if fcntl is None or not path.exists():
+        return True
+    with path.open("rb") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back with the handle
+        except BlockingIOError:
+            return False
+        except OSError:  # e.g. a network file system without locks
+            return True
+    return True

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from confitune.deploy import LearnReport, LearnSettings, learn
+from confitune.deploy import Bundle, LearnReport, LearnSettings, learn
 from confitune.nn import ContinualNet, build_model
 
 Trained = Callable[..., ContinualNet]
@@ -153,3 +153,15 @@ def taught(taught_once: dict[int, Path], tmp_path: Path) -> Callable[..., Path]:
         return Path(shutil.copytree(taught_once[count], tmp_path / name))
 
     return taught
+
+
+@pytest.fixture(scope="session")
+def real(taught_once: dict[int, Path]) -> dict[str, Tensor]:
+    """A task's state, of a network as `NETWORK`."""
+    return {key: tensor.clone() for key, tensor in Bundle.open(taught_once[1]).task_state("reds").items()}
+
+
+@pytest.fixture(scope="session")
+def backbone(taught_once: dict[int, Path]) -> dict[str, Tensor]:
+    """What all tasks share, of a network as `NETWORK`."""
+    return Bundle.open(taught_once[1]).load_network().shared_state_dict()

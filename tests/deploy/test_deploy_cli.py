@@ -15,6 +15,7 @@ from PIL import Image
 from confitune import cli
 from confitune.deploy import Bundle, Predictor, check_tasks
 from confitune.methods.probe import Probe
+from deploy.shared import contents
 
 SOURCE = Path(cli.__file__).parents[2]
 
@@ -61,10 +62,6 @@ def rows(out):
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
-
-
 # ---- learn -----------------------------------------------------------------------------------------------------------
 
 
@@ -85,7 +82,8 @@ def test_learn_makes_a_bundle_and_then_adds_to_it(confitune, photos, quick, new_
     assert f"reds: 2 classes, {accuracy:.1f}% right" in said.out
     assert rows(said.out) == [["reds", "4", "", f"{accuracy:.1f}", "new"]]
     numbers = bundle.load_network(["reds"]).numbers_per_task
-    assert f"{path} grew by {bundle.bytes_of('reds') / 1e6:.2f} MB ({numbers:,} numbers and the head)" in said.out
+    megabytes = bundle.record("reds").file.bytes / 1e6
+    assert f"{path} grew by {megabytes:.2f} MB ({numbers:,} numbers and the head)" in said.out
     assert f"held-out photos {bundle.record('reds').held_out.bytes / 1e6:.2f} MB; " in said.out
 
     before = bundle.accuracy["reds"]
@@ -193,7 +191,7 @@ def test_tasks_lists_what_there_is(confitune, taught_once):
             "24" if name == "stripes" else "16",
             bundle.record(name).learned[:10],
             f"{bundle.accuracy[name]:.1f}",
-            f"{bundle.bytes_of(name) / 1e3:,.0f}",
+            f"{bundle.record(name).file.bytes / 1e3:,.0f}",
         ]
         for name in ("reds", "stripes", "greens")
     ]
@@ -209,7 +207,7 @@ def test_tasks_as_json(confitune, taught_once):
         "images": 24,
         "learned": bundle.record("stripes").learned,
         "accuracy": bundle.accuracy["stripes"],
-        "bytes": bundle.bytes_of("stripes"),
+        "bytes": bundle.record("stripes").file.bytes,
     }
 
 
@@ -253,7 +251,7 @@ def test_tasks_checks(confitune, taught_once, monkeypatch):
     assert [row[4] for row in rows(said.out)] == [f"{accuracy:.1f}" for accuracy in checks.accuracy.values()]
     assert f"Without --task, {checks.guessed:.1f}% of these photos are given to the right task" in said.out
     assert f"(by chance 33.3%), {checks.unknown:.1f}% to none" in said.out
-    monkeypatch.setattr("confitune.deploy.checking.MOST_GUESSED", 2)
+    monkeypatch.setattr("confitune.deploy.held_out.MOST_CHECKED", 2)
     assert "is not measured with more than 2 tasks" in confitune("tasks", taught_once[3], "--check").out
     found = json.loads(confitune("tasks", taught_once[3], "--check", "--device", "cpu", "--json").out)
     assert {entry["task"]: entry["accuracy"] for entry in found} == checks.accuracy

@@ -19,6 +19,8 @@ from confitune.deploy.format import Checked
 from confitune.deploy.held_out import decode_kept, keep_some
 from confitune.engine import DivergedError, TaskFit
 from confitune.tasks import DataMissingError, Images
+from deploy.shared import answers
+from deploy.shared import contents_and_times as contents
 
 learning = importlib.import_module("confitune.deploy.learn")  # the package has a function of that name
 
@@ -72,7 +74,7 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
-FIT, LEARN, EARLIER = "confitune.engine:TaskFit", "confitune.deploy.learn", "confitune.deploy.earlier"
+FIT, LEARN, EARLIER = "confitune.engine:TaskFit", "confitune.deploy.learn", "confitune.deploy.held_out"
 JOURNAL = "confitune.deploy.journal"
 # What to kill at: a function, at which of its calls, before or after it, or with its file's last bytes not written.
 # And what is then left behind, by folder.
@@ -126,14 +128,6 @@ def new_options(new_bundle):
     return [part for name, value in new_bundle.items() for part in (f"--{name}", value)]
 
 
-def contents(folder):
-    return {
-        path.relative_to(folder).as_posix(): (path.read_bytes(), path.stat().st_mtime_ns)
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != ".lock"
-    }
-
-
 def left_behind(before, path):
     """What a killed process left, each as 'folder kind'."""
     left = []
@@ -146,13 +140,6 @@ def left_behind(before, path):
         else:
             assert data == before[name][0]
     return sorted(left)
-
-
-def answers(path):
-    """Logits of the same images under every task."""
-    predictor = Predictor.from_bundle(path, device="cpu")
-    pixels = torch.randint(0, 256, (3, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
-    return {task: torch.stack(predictor.logits(pixels, [task] * 3)) for task in predictor.tasks}
 
 
 def what_it_learned(path):
@@ -417,7 +404,7 @@ def test_the_report_is_what_can_be_measured(teach, photos, tmp_path):
         bundle = Bundle.open(path)
         assert bundle.accuracy["reds"] == changes["reds"].after
         with bundle.changing():  # as if it had been another: what comes next must start from what is on record
-            bundle._journal.commit(bundle.network, [Checked(after=task, accuracy={"reds": 12.5})])
+            bundle._commit([Checked(after=task, accuracy={"reds": 12.5})])
         recorded.append(12.5)
     assert list(changes) == ["reds", "stripes"]
     assert changes["stripes"].before == bundle.history[1].accuracy["stripes"]

@@ -213,7 +213,7 @@ def test_another_configuration_is_refused_and_named(runs, tmp_path):
     message = str(caught.value)
     assert str(tmp_path / "killed" / "checkpoint.pt") in message
     assert "lr was 0.05, now 0.1" in message
-    assert "model was None, now 'other'" in message
+    assert "model was not set, now 'other'" in message
     assert "epochs" not in message
     assert "seed" not in message
 

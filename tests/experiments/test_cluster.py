@@ -20,12 +20,11 @@ from confitune.errors import ConfituneError
 from confitune.experiments import Scope, make_recipe, open_place, plan_search, reproduce, run_recipe, run_search
 from confitune.experiments.cluster import Share, place, share_of, worker
 from confitune.experiments.cluster.display import Display
-from confitune.experiments.cluster.messages import Message, Reporter, read_letters
-from confitune.experiments.cluster.worker import Errand, work
+from confitune.experiments.cluster.worker import Errand, Message, Reporter, read_letters, work
 from confitune.experiments.job import LOCK, RESULT, TrainingError
-from confitune.experiments.local import LocalPlace
+from confitune.experiments.place import LocalPlace
 from confitune.experiments.runner import plan_recipe
-from confitune.tasks import exclusive
+from confitune.files import exclusive
 
 HERE = Path(__file__).parent
 STORE = 100 * 2**20
@@ -441,7 +440,7 @@ def test_gpu_memory_that_does_not_suffice_is_said(errand, monkeypatch):
 
 def test_steps_are_told_a_few_times_a_second_and_nothing_else_is_lost(monkeypatch):
     now, sent = [100.0], []
-    monkeypatch.setattr("confitune.experiments.cluster.messages.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("confitune.experiments.cluster.worker.time.monotonic", lambda: now[0])
     reporter = Reporter(lambda messages, wait: sent.append(([m.event for m in messages], wait)), "run", "first")
     reporter.run_started("confit", ["a"], 1, 0)
     reporter.task_started(0, "a", 0)

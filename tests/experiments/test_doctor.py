@@ -12,7 +12,7 @@ from confitune.deploy import Bundle, LearnSettings, learn
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments import examine, make_recipe, run_recipe
-from confitune.tasks import exclusive
+from confitune.files import exclusive
 
 
 def flip(path, place=-1):

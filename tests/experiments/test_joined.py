@@ -17,7 +17,8 @@ from confitune.experiments import (
     run_search,
     write_report,
 )
-from confitune.experiments.reproduce.pictures import picture_name
+from confitune.experiments.identity import filled
+from confitune.experiments.reproduce.outcome import picture_name
 from confitune.experiments.reproduce.plan import Scope
 
 
@@ -104,7 +105,7 @@ def test_what_is_left_out_is_the_first_datasets():
     other = make_recipe({"dataset": "photos:1+cub200:1-2", "methods": ["mas"]})
     assert (other.train_settings(0).epochs, other.train_settings(0).batch_size) == (5, 16)
     chosen = [
-        make_recipe({"dataset": name}).identity("mas", 0, "")["options"]["mas"]
+        filled(make_recipe({"dataset": name}).identity("mas", 0, ""))["options"]["mas"]
         for name in ("cub200", "cub200:1-2+photos:1", "photos:1+cub200:1-2", "photos")
     ]
     assert chosen[0] == chosen[1] != chosen[2] == chosen[3]

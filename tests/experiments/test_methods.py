@@ -103,12 +103,12 @@ def test_options_come_with_defaults_descriptions_and_the_papers_values():
 
 @pytest.mark.parametrize("name", [*METHODS, *PENALTIES, "mas-cpr", "ewc+confit"])
 def test_the_examples_are_commands_that_are_understood(name):
-    from confitune.experiments import make_recipe, merge_options, plan_search
+    from confitune.experiments import make_recipe, merge_settings, plan_search
 
     run, *tune = report_method(name).examples
     words = run.split()
     assert words[:4] == ["confitune", "run", "--method", name]
-    make_recipe({"methods": [name], "options": merge_options({}, [words[5]] if len(words) > 4 else [])})
+    make_recipe(merge_settings({"methods": [name]}, [words[5]] if len(words) > 4 else []))
     for command in tune:
         assert command == f"confitune tune {name}"
         assert len(plan_search(name, {}).grid) > 1

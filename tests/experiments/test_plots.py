@@ -9,6 +9,7 @@ from PIL import Image
 from scipy import stats
 
 from confitune.experiments import plots
+from confitune.experiments.drawing import save_figure
 
 NAN = np.nan
 
@@ -146,9 +147,12 @@ def test_overview_keeps_a_methods_colour_on_both_sides():
 def test_written_pictures_are_png_files_of_the_stated_size(tmp_path, tasks, methods):
     matrix = np.where(np.tri(tasks, dtype=bool).T, 90.0, NAN)
     runs = {f"m{index}": np.stack([matrix - index, matrix]) for index in range(methods)}
-    plots.draw_overview(runs, tmp_path / "overview.png", title="t")
-    plots.draw_curves({name: np.full((2, tasks), 90.0) for name in runs}, tmp_path / "curves.png", title="t")
-    plots.draw_accuracy_matrix({name: run[0] for name, run in runs.items()}, tmp_path / "matrix.png", title="t")
+    save_figure(plots.overview_figure(runs, title="t"), tmp_path / "overview.png")
+    save_figure(
+        plots.curves_figure({name: np.full((2, tasks), 90.0) for name in runs}, title="t"), tmp_path / "curves.png"
+    )
+    matrices = {name: run[0] for name, run in runs.items()}
+    save_figure(plots.accuracy_matrix_figure(matrices, title="t"), tmp_path / "matrix.png")
     sizes = {}
     for name in ("overview", "curves", "matrix"):
         with Image.open(tmp_path / f"{name}.png") as picture:
@@ -163,7 +167,7 @@ def test_written_pictures_are_png_files_of_the_stated_size(tmp_path, tasks, meth
 
 def test_dark_cells_are_high_accuracies(tmp_path):
     path = tmp_path / "matrix.png"
-    plots.draw_accuracy_matrix({"m": np.array([[100.0, 0.0], [NAN, 100.0]])}, path, title="t")
+    save_figure(plots.accuracy_matrix_figure({"m": np.array([[100.0, 0.0], [NAN, 100.0]])}, title="t"), path)
     with Image.open(path) as picture:
         pixels = np.asarray(picture.convert("RGB")).reshape(-1, 3) / 255
     darkest, palest = plots.BLUES(1.0), plots.BLUES(0.0)
@@ -175,8 +179,8 @@ def test_dark_cells_are_high_accuracies(tmp_path):
 def test_the_same_data_gives_the_same_bytes_and_replaces_what_was_there(tmp_path):
     first, second = tmp_path / "a.png", tmp_path / "new" / "b.png"
     first.write_bytes(b"an older picture")
-    plots.draw_overview(RUNS, first, title="t")
-    plots.draw_overview(RUNS, str(second), title="t")
+    save_figure(plots.overview_figure(RUNS, title="t"), first)
+    save_figure(plots.overview_figure(RUNS, title="t"), str(second))
     assert first.read_bytes() == second.read_bytes()
 
 
@@ -189,14 +193,14 @@ def test_a_failed_write_leaves_the_old_picture_and_no_rubbish(tmp_path, monkeypa
 
     monkeypatch.setattr(os, "replace", fails)
     with pytest.raises(OSError, match="disk full"):
-        plots.draw_curves({"m": np.array([[90.0]])}, path, title="t")
+        save_figure(plots.curves_figure({"m": np.array([[90.0]])}, title="t"), path)
     assert path.read_bytes() == b"an older picture"
     assert os.listdir(tmp_path) == ["a.png"]
 
 
 def test_pictures_can_be_drawn_off_the_main_thread(tmp_path):
     thread = threading.Thread(
-        target=plots.draw_accuracy_matrix, args=(MATRICES, tmp_path / "a.png"), kwargs={"title": "t"}
+        target=lambda: save_figure(plots.accuracy_matrix_figure(MATRICES, title="t"), tmp_path / "a.png")
     )
     thread.start()
     thread.join()

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from confitune.errors import ConfituneError
-from confitune.experiments import Recipe, make_recipe, merge_options, read_recipe
+from confitune.experiments import Recipe, make_recipe, merge_settings, read_recipe
 from confitune.tasks import DATASETS
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -59,7 +59,7 @@ def test_every_training_option_reaches_the_settings():
         ("method", "methods"),
         ("learning_rate", None),
         ("batchsize", "batch_size"),
-        ("seed", "seeds"),
+        ("seedss", "seeds"),
     ],
 )
 def test_an_unknown_option_is_answered_with_the_nearest(option, near):
@@ -270,4 +270,4 @@ def test_long_values_are_shortened_when_they_are_refused():
 @pytest.mark.parametrize("options", [5, {"ewc": 5}, [1]])
 def test_options_that_are_not_by_part(options):
     with pytest.raises(ConfituneError, match="must be by part"):
-        merge_options(options, ["ewc.strength=3"])
+        merge_settings({"options": options}, ["ewc.strength=3"])

@@ -11,8 +11,7 @@ from confitune.errors import ConfituneError
 from confitune.experiments.paper import Reported, reported
 from confitune.experiments.reproduce import WHATS, Cell, Claim, Outcome, Scope, read_scope, reproduce
 from confitune.experiments.reproduce import session as session_module
-from confitune.experiments.reproduce.compare import cells_of, claims_markdown, table_markdown
-from confitune.experiments.reproduce.outcome import write_index
+from confitune.experiments.reproduce.outcome import cells_of, write_index
 from confitune.experiments.reproduce.plan import TABLE1, parts_of
 
 ELEVEN = {
@@ -63,16 +62,16 @@ def test_cells_stand_beside_the_papers():
     assert acc.interval == pytest.approx(12.706 * 1.0, rel=1e-3)  # Student's t of two values one apart from their mean
     assert (fgt.metric, fgt.measured, fgt.paper) == ("FGT", 1.5, 1.79)
     assert (joint.method, joint.metric, joint.interval, joint.verdict) == ("joint", "ACC", None, "not reported")
-    lines = table_markdown([acc, joint]).splitlines()
-    assert lines[2] == "| flowers102 | confit | ACC | 87.00 ± 12.71 | 2 | 86.99 ± 0.25 | +0.01 | inside |"
-    assert lines[3] == "| flowers102 | joint | ACC | 90.00 | 1 | - | - | not reported |"
+    lines = Outcome(what="x", title="X", cells=[acc, joint]).markdown().splitlines()
+    assert lines[4] == "| flowers102 | confit | ACC | 87.00 ± 12.71 | 2 | 86.99 ± 0.25 | +0.01 | inside |"
+    assert lines[5] == "| flowers102 | joint | ACC | 90.00 | 1 | - | - | not reported |"
 
 
 def test_claims_are_told_apart():
     claims = [Claim(text=t, measured="1", holds=h) for t, h in (("a", True), ("b", False), ("c", None))]
-    assert [line.split("|")[3].strip() for line in claims_markdown(claims).splitlines()[2:]] == [
-        *("holds", "does not hold", "not measured"),
-    ]
+    page = Outcome(what="x", title="X", claims=claims).markdown()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")]
+    assert [row[2].strip() for row in rows] == ["verdict", "holds", "does not hold", "not measured"]
 
 
 def test_table1_has_the_papers_eleven_rows(tmp_path):
@@ -139,15 +138,11 @@ def test_best_keeps_its_own_network_unless_another_is_given(tmp_path):
     start = "published-resnet18.tv_in1k"
     assert forms() == {
         "confit": ("phase means, running statistics", f"{start}-phase-running"),
-        "best": ("window means, pass statistics, ratio variances, rank 2", f"{start}-window-pass-ratio-rank-2"),
+        "best": ("window means, pass statistics", f"{start}-window-pass"),
     }
-    assert forms(variance="ratio", rank=3) == {
-        "confit": ("phase means, running statistics, ratio variances, rank 3", f"{start}-phase-running-ratio-rank-3"),
-        "best": ("window means, pass statistics, ratio variances, rank 3", f"{start}-window-pass-ratio-rank-3"),
-    }
-    assert forms(means="window", statistics="running", variance="stored") == {
+    assert forms(means="window", statistics="running") == {
         "confit": ("window means, running statistics", f"{start}-window-running"),
-        "best": ("window means, running statistics, rank 2", f"{start}-window-running-rank-2"),
+        "best": ("window means, running statistics", f"{start}-window-running"),
     }
     (best,) = parts_of("shift", Scope(tmp_path, methods=("best",)))
     assert best.recipe.train_settings(0, "best").lr == 0.03
@@ -158,19 +153,17 @@ def test_best_keeps_its_own_network_unless_another_is_given(tmp_path):
 def test_a_file_names_what_to_do_and_options_win(tmp_path):
     path = tmp_path / "some.yaml"
     path.write_text("what: [table1, curves]\ndatasets: [cifar100, flowers102]\nseeds: 3\nmodel: resnet34\n")
-    given = {"what": [str(path), "theory"], "out": tmp_path, "quick": False, "seeds": None}
-    given["datasets"] = ["photos,digits"]
-    scope, whats = read_scope({**given, "methods": None, "pipeline": None})
+    scope, whats = read_scope([str(path), "theory"], tmp_path, datasets=["photos,digits"], changes=["lr=0.3"])
     assert whats == ["table1", "curves", "theory"]
     assert (scope.datasets, scope.seeds, scope.methods, scope.pipeline) == (("photos", "digits"), 3, None, "published")
-    assert scope.given == {"model": "resnet34"}
+    assert scope.given == {"model": "resnet34", "lr": 0.3}
 
 
 def test_every_recipe_of_an_experiment_is_sound(tmp_path):
     named = set()
     for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")):
         if "what" in yaml.safe_load(path.read_text()):
-            scope, whats = read_scope({"what": [str(path)], "out": tmp_path, "quick": False})
+            scope, whats = read_scope([str(path)], tmp_path)
             named |= set(whats)
             for what in whats:
                 assert what in WHATS
@@ -228,13 +221,6 @@ def test_quick_fills_in_only_what_is_not_asked_for(tmp_path):
     assert (recipe.seeds, recipe.tasks, recipe.epochs) == (3, 4, 5)
 
 
-@pytest.mark.parametrize("form", [{}, {"rank": 2}, {"variance": "ratio"}])
-def test_storage_says_what_it_does_not_count(tiny, form):
-    scope = Scope(tiny.out, tiny.datasets, ("confit",), quick=True, given={**tiny.given, **form})
-    (outcome,) = reproduce(["storage"], scope)
-    assert bool(outcome.notes) == bool(form)
-
-
 def test_what_cannot_be_trained_is_noted_and_the_rest_is_made(tiny):
     scope = Scope(tiny.out, tiny.datasets, ("finetune", "confit"), quick=True, given={**tiny.given, "lr": 1e20})
     (outcome,) = reproduce(["table2"], scope)
@@ -283,7 +269,7 @@ def test_a_file_that_asks_for_what_there_is_not(tmp_path, text, message):
     (tmp_path / "mine.yaml").write_text(text)
 
     def asked():
-        scope, whats = read_scope({"what": [str(tmp_path / "mine.yaml")], "out": tmp_path})
+        scope, whats = read_scope([str(tmp_path / "mine.yaml")], tmp_path)
         return [parts_of(what, scope) for what in whats]
 
     with pytest.raises(ConfituneError, match=message):

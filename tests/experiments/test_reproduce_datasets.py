@@ -19,11 +19,12 @@ from typer.testing import CliRunner
 from confitune import cli
 from confitune.engine import RunResult
 from confitune.engine.result import summary_of
-from confitune.experiments.local import LocalPlace
+from confitune.experiments.identity import filled
 from confitune.experiments.paper import chosen_options, reported, reported_datasets
+from confitune.experiments.place import LocalPlace
 from confitune.experiments.reproduce import Scope, reproduce
 from confitune.metrics import mean_and_interval
-from confitune.tasks import dataset_info, pipelines, store
+from confitune.tasks import dataset_info, decode, store
 from confitune.tasks.datasets import cifar100
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -100,9 +101,9 @@ def write_flowers(data_dir):
 @pytest.fixture(autouse=True, scope="module")
 def _small_images():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (pipelines, store, cifar100):
+        for module in (decode, store, cifar100):
             patch.setattr(module, "CROP", 32)
-        for module in (pipelines, cifar100):
+        for module in (decode, cifar100):
             patch.setattr(module, "RESIZE", 36)
         yield
 
@@ -201,7 +202,7 @@ def test_tasks_are_the_papers(table1, dataset):
 def test_runs_have_the_papers_settings_of_the_dataset(table1, dataset):
     out, _, _ = table1
     results = results_below(out)
-    configs = {method: results[dataset, "test_byobnet", method, 0].config for method in METHODS}
+    configs = {method: filled(results[dataset, "test_byobnet", method, 0].config) for method in METHODS}
     for config in configs.values():
         assert (config["pipeline"], config["batch_size"]) == ("published", dataset_info(dataset).batch_size)
         assert (config["epochs"], config["tasks"], config["order_seed"], config["lr"]) == (5, 2, 0, 0.01)
@@ -270,7 +271,7 @@ def test_a_dataset_without_the_papers_pipeline_is_taken_clean(small, tmp_path):
     mine = f"folder:{tmp_path / 'mine'}"
     scope = Scope(tmp_path / "out", (mine, "cifar100"), ("linear-probe",), quick=True, given=small)
     (outcome,) = reproduce(["table1"], scope)
-    used = {dataset: run.config["pipeline"] for (dataset, *_), run in results_below(tmp_path / "out").items()}
+    used = {dataset: filled(run.config)["pipeline"] for (dataset, *_), run in results_below(tmp_path / "out").items()}
     assert used == {mine: "clean", "cifar100": "published"}
     told = {(c.dataset, c.metric): (c.paper, c.verdict) for c in outcome.cells}
     assert told[mine, "ACC"] == told[mine, "FGT"] == (None, "not reported")
@@ -330,7 +331,7 @@ def test_both_deeper_networks_are_trained_by_both_methods(deeper):
         assert line == f"| {NETWORKS[network]} | {method} | {result.acc:.2f} | {result.fgt:.2f} | 1 |"
         assert [task["head_numbers"] for task in result.tasks] == [2 * (FEATURES[network] + 1)] * 2
         assert [(task["train_images"], task["test_images"]) for task in result.tasks] == [(8, 2)] * 2
-        assert (result.config["pipeline"], result.config["epochs"]) == ("published", 5)
+        assert (filled(result.config)["pipeline"], result.config["epochs"]) == ("published", 5)
         assert result.weights == "none (random start)"
     assert len({result.final_sha256 for result in results.values()}) == 4
     assert not record["notes"]

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from confitune import cli
 from confitune.analysis import ShiftResult
 from confitune.engine import RunResult
+from confitune.experiments.identity import filled
 from confitune.experiments.reproduce import Outcome, Scope, reproduce
 from confitune.experiments.reproduce.moment_errors import add_moment_errors
 
@@ -25,8 +26,8 @@ def shown_once(given, tmp_path_factory):
     out = tmp_path_factory.mktemp("shift") / "out"
     arguments = ["reproduce", "shift", "--datasets", "digits", "--quick", "--out", str(out)]
     arguments += [f"--{name}={given[name]}" for name in ("model", "weights", "device", "tasks")]
-    arguments += ["--means", "window", "--statistics", "pass", "--variance", "ratio", "--rank", "3", "--methods"]
-    for methods in ("best", "finetune,finetune-xconv,best"):  # alone it is watched, too
+    arguments += ["--means", "window", "--set", "statistics=pass", "--methods"]
+    for methods in ("confit", "finetune,finetune-xconv,confit"):  # alone it is watched, too
         said = CliRunner().invoke(cli.app, [*arguments, methods])
         assert said.exit_code == 0, said.output
     return out
@@ -40,9 +41,9 @@ def shown(shown_once, tmp_path):
 
 
 def page_again(out, given):
-    form = {"means": "window", "statistics": "pass", "variance": "ratio", "rank": 3}
+    form = {"means": "window", "statistics": "pass"}
     asked = {name: given[name] for name in ("model", "weights", "device", "tasks")}
-    methods = ("finetune", "finetune-xconv", "best")
+    methods = ("finetune", "finetune-xconv", "confit")
     (outcome,) = reproduce(["shift"], Scope(out, ("digits",), methods, quick=True, given={**asked, **form}))
     return outcome
 
@@ -57,14 +58,13 @@ def without_errors(path):
 def test_options_reach_the_runs(shown):
     out, paths = shown
     configs = {path.parts[-3]: RunResult.load(path.with_name("result.json")).config for path in paths}
-    assert set(configs) == {"finetune", "finetune-xconv", "best"}
-    form = {"means": "window", "statistics": "pass", "variance": "ratio", "rank": 3}
-    for method in ("finetune-xconv", "best"):
-        assert {name: configs[method][name] for name in form} == form
-    assert configs["best"]["lr"] == 0.03
-    assert {path.parts[-5] for path in paths} == {"clean-test_byobnet-window-pass-ratio-rank-3-5-epochs"}
+    assert set(configs) == {"finetune", "finetune-xconv", "confit"}
+    form = {"means": "window", "statistics": "pass"}
+    for method in ("finetune-xconv", "confit"):
+        assert {name: filled(configs[method])[name] for name in form} == form
+    assert {path.parts[-5] for path in paths} == {"clean-test_byobnet-window-pass-5-epochs"}
     page = (out / "shift.md").read_text()
-    assert "| best | window means, pass statistics, ratio variances, rank 3 | 1 |" in page
+    assert "| confit | window means, pass statistics | 1 |" in page
     assert "| finetune | - | 1 |" in page
     assert "Note" not in page
 
@@ -99,10 +99,9 @@ def test_recovered_means_of_the_first_layer_are_right(shown):
     """Its input is the image, which nothing moves: what is off is off by how the test set differs, as it was before."""
     _, paths = shown
     found = {path.parts[-3]: ShiftResult.load(path) for path in paths}
-    for method in ("finetune-xconv", "best"):
+    for method in ("finetune-xconv", "confit"):
         first, last = found[method].after_first[0], found[method].after_last[0]
         assert last.mean_error.rms == pytest.approx(first.mean_error.rms, abs=0.02)
-        assert last.variance_error.rms < found[method].variance_moved[0].rms
 
 
 def test_only_results_from_before(shown, given):
@@ -116,15 +115,15 @@ def test_only_results_from_before(shown, given):
     assert not (out / "shift-moments-digits.png").exists()
     assert "moments" not in outcome.data["digits"]
     (note,) = outcome.notes
-    assert "finetune (seed 0), finetune-xconv (seed 0), best (seed 0); to see them, delete these runs" in note
+    assert "finetune (seed 0), finetune-xconv (seed 0), confit (seed 0); to see them, delete these runs" in note
 
 
 def test_some_results_from_before(shown, given):
     out, paths = shown
     without_errors(next(path for path in paths if path.parts[-3] == "finetune"))
     outcome = page_again(out, given)
-    assert set(outcome.data["digits"]["d1"]) == {"finetune", "finetune-xconv", "best"}
-    assert set(outcome.data["digits"]["moments"]) == {"finetune-xconv", "best"}
+    assert set(outcome.data["digits"]["d1"]) == {"finetune", "finetune-xconv", "confit"}
+    assert set(outcome.data["digits"]["moments"]) == {"finetune-xconv", "confit"}
     assert not any(heading.startswith("digits, finetune:") for heading in outcome.tables)
     (note,) = outcome.notes
     assert ": finetune (seed 0); " in note

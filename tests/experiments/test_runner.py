@@ -13,10 +13,11 @@ from confitune import metrics
 from confitune.engine import Checkpoint, RunResult, SequenceRun
 from confitune.errors import ConfituneError
 from confitune.experiments import make_recipe, run_folder, run_recipe
+from confitune.experiments.identity import filled
 from confitune.experiments.job import TrainingError
-from confitune.experiments.local import LocalPlace
+from confitune.experiments.place import LocalPlace
+from confitune.files import exclusive
 from confitune.nn import create_backbone, state_sha256
-from confitune.tasks import exclusive
 
 
 def contents(folder):
@@ -87,7 +88,7 @@ def test_a_result_holds_everything_it_takes_to_repeat_it(finished, values, weigh
             result = RunResult.load(finished / f"digits/{method}/seed-{seed}/result.json")
             assert (result.dataset, result.method, result.seed) == ("digits", method, seed)
             assert result.config == recipe.identity(method, seed, state_sha256(backbone.module))
-            assert result.config["means"] == ("window" if method == "confit" else None)
+            assert filled(result.config)["means"] == ("window" if method == "confit" else None)
             assert result.weights_sha256 == state_sha256(backbone.module)
             assert result.weights == "start.pth"
             assert result.versions["timm"] == timm.__version__
@@ -138,7 +139,7 @@ def test_resume_on_an_empty_folder_just_starts(values, tmp_path, started):
 
 
 def test_resume_on_a_finished_folder_runs_nothing(finished, values, started, monkeypatch):
-    monkeypatch.setattr("confitune.experiments.group.load_sequence", lambda *_: pytest.fail("no images are needed"))
+    monkeypatch.setattr("confitune.experiments.recipe.load_tasks", lambda *_, **__: pytest.fail("no images are needed"))
     before = {path: content for path, content in contents(finished).items() if path.stem != "summary"}
     results = run_recipe(make_recipe({**values, "seeds": 2}), finished, resume=True)
     assert started == []
@@ -180,7 +181,7 @@ def test_resume_with_another_configuration_is_refused_and_names_what_differs(fin
     message = str(caught.value)
     assert str(finished / "digits/finetune/seed-0" / left) in message
     assert "epochs was 1, now 2" in message
-    assert "lr was 0.01, now 0.5" in message
+    assert ("lr was 0.01, now 0.5" if left == "result.json" else "lr was not set, now 0.5") in message
     assert "batch_size" not in message
     assert started == []
     assert contents(finished) == before

@@ -1,20 +1,26 @@
-"""Means and intervals against numpy and scipy; pictures that are there."""
+"""Means and intervals against numpy and scipy; pictures that are there; runs of different settings side by side."""
 
 import io
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
 from scipy import stats
+from typer.testing import CliRunner
 
+from confitune.cli import app
 from confitune.engine import RunResult
 from confitune.engine.result import summary_of
-from confitune.experiments import collect_results, draw_pictures, summary_table, write_summary
+from confitune.errors import ConfituneError
+from confitune.experiments import collect_results, comparison_page, draw_pictures, summary_table, write_summary
+from confitune.experiments.summary import compare
 
 NAN = math.nan
+ROOT = Path(__file__).parents[2]
 
 
 def result(method="confit", seed=0, matrix=((90.0, 80.0), (NAN, 95.0)), dataset="digits"):
@@ -65,7 +71,8 @@ def test_mean_and_interval_are_students(tmp_path):
     assert entry["acc"]["values"][1] == (78 + 94) / 2
     assert entry["seconds"] == [10.0, 11.0, 12.0, 13.0]
     assert entry["numbers_per_task"] == [1034, 1035]
-    assert entry["config"] == {"model": "test_byobnet", "lr": 0.01}  # the seed is not one of all of them
+    assert (entry["config"]["model"], entry["config"]["pipeline"]) == ("test_byobnet", "clean")  # said, and left out
+    assert "seed" not in entry["config"]  # it is not one of all of them
     assert (entry["weights"], entry["weights_sha256"], entry["command"]) == ("start.pth", "abc", "confitune run")
 
 
@@ -164,23 +171,89 @@ def test_pictures_are_drawn_of_every_dataset(tmp_path):
 def test_pictures_of_chosen_methods_in_their_order(tmp_path, monkeypatch):
     saved(tmp_path, *SEEDS, result("finetune"), result("task-bn"))
     shown = {}
-    for name in ("draw_accuracy_matrix", "draw_curves", "draw_overview"):
+    for name in ("accuracy_matrix_figure", "curves_figure", "overview_figure"):
         monkeypatch.setattr(
             f"confitune.experiments.summary.{name}",
-            lambda data, path, title, name=name: shown.update({name: (list(data), title, next(iter(data.values())))}),
+            lambda data, title, name=name: shown.update({name: (list(data), title, next(iter(data.values())))}),
         )
+    monkeypatch.setattr("confitune.experiments.summary.save_figure", lambda figure, path: None)
     draw_pictures(tmp_path, ("task-bn", "confit", "not run"))
     for methods, title, _ in shown.values():
         assert methods == ["task-bn", "confit"]
         assert title == "digits, test_byobnet"
     draw_pictures(tmp_path, ("confit",))
     matrices = np.stack([r.matrix for r in SEEDS])
-    np.testing.assert_allclose(shown["draw_accuracy_matrix"][2], matrices.mean(0))
-    np.testing.assert_array_equal(shown["draw_overview"][2], matrices)
+    np.testing.assert_allclose(shown["accuracy_matrix_figure"][2], matrices.mean(0))
+    np.testing.assert_array_equal(shown["overview_figure"][2], matrices)
     curves = [[r.matrix[0, 0], r.matrix[:, 1].mean()] for r in SEEDS]
-    np.testing.assert_allclose(shown["draw_curves"][2], curves)
+    np.testing.assert_allclose(shown["curves_figure"][2], curves)
 
 
 def test_joint_alone_gives_no_picture(tmp_path):
     saved(tmp_path, result("joint", 0, ((NAN, 80.0), (NAN, 90.0))))
     assert draw_pictures(tmp_path) == []
+
+
+# ---- settings side by side ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two seeds of finetune and of confit with two learning rates, from a real result with other numbers in it."""
+    real = json.loads(next((ROOT / "results/beyond/confit-photos").rglob("result.json")).read_text())
+    accs = {("finetune", 0.01): [80, 82], ("confit", 0.01): [90, 91], ("confit", 0.03): [94, 95]}
+    for (method, lr), seeds in accs.items():
+        for seed, acc in enumerate(seeds):
+            config = {**real["config"], "method": method, "lr": lr, "seed": seed, "options": {}}
+            if lr == 0.03:
+                config["options"] = {"conv-step": {"factor": 1 / 3}}
+            matrix = [[float(acc), float(acc)], [None, float(acc)]]
+            values = {"acc": acc, "fgt": 0, "learning_acc": acc, "bwt": 0, "accuracy_matrix": matrix}
+            tasks = real["tasks"][:2]
+            result = {**real, **values, "tasks": tasks, "method": method, "seed": seed, "config": config}
+            folder = tmp_path / f"{method}-{lr}" / f"seed-{seed}"
+            folder.mkdir(parents=True)
+            (folder / "result.json").write_text(json.dumps(result))
+    return tmp_path
+
+
+def test_seeds_are_one_row_and_only_what_differs_is_shown(runs):
+    page = comparison_page([runs])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    assert rows[0] == [
+        *("method", "conv-step.factor", "lr"),
+        *("ACC ↑", "FGT ↓", "when learned", "numbers a task", "seeds"),
+    ]
+    settings = [["confit", "0.333", "0.03"], ["confit", "", "0.01"], ["finetune", "", "0.01"]]
+    assert [row[:3] for row in rows[2:]] == settings
+    assert rows[2][3] == "94.5 ± 6.4"
+    assert rows[2][-1] == "2"
+    assert page.startswith("**photos**, tf_efficientnet_lite0, 2 tasks, on ")
+
+
+def test_best_first_within_a_dataset(runs):
+    (settings,) = compare([runs]).values()
+    assert [setting.acc for setting in settings] == [94.5, 90.5, 81]
+
+
+def test_a_result_is_counted_once(runs):
+    twice = compare([runs, runs / "confit-0.01"])
+    assert {len(setting.results) for setting in twice["photos"]} == {2}
+
+
+def test_nothing_to_compare_is_said(tmp_path):
+    with pytest.raises(ConfituneError, match="no results below"):
+        compare([tmp_path])
+
+
+def test_the_command_prints_and_writes(runs, tmp_path):
+    out = tmp_path / "page.md"
+    result = CliRunner().invoke(app, ["compare", str(runs), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert out.read_text() == result.stdout == comparison_page([runs])
+
+
+def test_the_page_on_what_was_tried_is_what_the_program_says():
+    results = ROOT / "results"
+    folders = [results / "beyond", *results.glob("*/*/best"), *results.glob("*-follow/runs/*/*/confit")]
+    assert (ROOT / "results/beyond/comparison.md").read_text() == comparison_page(folders)

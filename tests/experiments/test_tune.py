@@ -25,10 +25,10 @@ from confitune.experiments import (
     search_table,
     winner,
 )
-from confitune.experiments.group import load_backbone, load_sequence
-from confitune.experiments.job import TrainingError
-from confitune.experiments.local import LocalPlace
-from confitune.experiments.search_plot import search_figure
+from confitune.experiments.drawing import search_figure
+from confitune.experiments.identity import filled
+from confitune.experiments.job import TrainingError, load_backbone
+from confitune.experiments.place import LocalPlace
 from confitune.metrics import mean_and_interval
 from confitune.nn import create_backbone
 from confitune.tasks import load_tasks
@@ -180,7 +180,8 @@ def test_what_cannot_be_searched_is_explained(method, option, grid, message):
 
 
 def rows(recipe):
-    sequence = load_sequence(recipe, load_backbone(recipe))
+    backbone = load_backbone(recipe)
+    sequence = recipe.load_tasks(backbone.mean, backbone.std)
     return [(task.train.rows.tolist(), task.test.rows.tolist()) for task in sequence]
 
 
@@ -188,7 +189,7 @@ def test_a_tenth_of_every_class_is_held_out_and_the_test_images_are_left_alone(v
     recipe = planned(values).validation(10.0)
     backbone = create_backbone(recipe.model, recipe.weights)
     whole = load_tasks("digits", mean=backbone.mean, std=backbone.std, tasks=2)
-    split = load_sequence(recipe, backbone)
+    split = recipe.load_tasks(backbone.mean, backbone.std)
     for before, after in zip(whole, split, strict=True):
         kept, held = set(after.train.rows.tolist()), set(after.test.rows.tolist())
         assert not kept & held
@@ -221,8 +222,7 @@ def test_a_validation_is_another_run_than_a_full_one(values):
     search = planned(values)
     full = search.retraining(10.0).identity("ewc", 0, "abc")
     validated = search.validation(10.0).identity("ewc", 0, "abc")
-    assert {key for key in full if full[key] != validated[key]} == {"held_out"}
-    assert (full["held_out"], validated["held_out"]) == (None, 0.1)
+    assert validated == {**full, "held_out": 0.1}
 
 
 # ---- who wins --------------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def started(monkeypatch):
     runs, run = [], SequenceRun.run
 
     def spy(self):
-        runs.append((self.method.penalties[0].options.strength, self.settings.seed, self.config["held_out"]))
+        runs.append((self.method.penalties[0].options.strength, self.settings.seed, self.config.get("held_out")))
         return run(self)
 
     monkeypatch.setattr(SequenceRun, "run", spy)
@@ -414,15 +414,17 @@ def test_a_real_search_measures_on_the_held_out_images(searched_once, values):
     assert "became" in points[2].failure
     assert "smaller strength of ewc" in points[2].failure
     for p in points[:2]:
-        assert [(r.seed, r.config["held_out"], r.config["options"]["ewc"]["strength"]) for r in p.results] == [
-            (seed, 0.1, p.value) for seed in (0, 1)
-        ]
+        assert [
+            (r.seed, r.config.get("held_out"), filled(r.config)["options"]["ewc"]["strength"]) for r in p.results
+        ] == [(seed, 0.1, p.value) for seed in (0, 1)]
     full, held = retrained[0].tasks, points[0].results[0].tasks
     for whole, part in zip(full, held, strict=True):
         assert part["train_images"] + part["test_images"] == whole["train_images"]
         assert part["test_images"] == pytest.approx(whole["train_images"] / 10, abs=1)
     best = winner(points).value
-    assert [(r.config["held_out"], r.config["options"]["ewc"]["strength"]) for r in retrained] == [(None, best)] * 2
+    assert [(r.config.get("held_out"), filled(r.config)["options"]["ewc"]["strength"]) for r in retrained] == [
+        (None, best)
+    ] * 2
     summary = (out / f"grid/ewc.strength={best:g}/summary.md").read_text()
     assert "tested on 10% of the training images" in summary
 

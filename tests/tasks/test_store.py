@@ -15,8 +15,9 @@ import torch
 from PIL import Image
 
 import confitune
-from confitune.tasks import StoreError, UnreadableImageError, damaged_stores, is_free, store, store_leftovers
-from confitune.tasks.pipelines import Pipeline
+from confitune import files
+from confitune.files import is_free
+from confitune.tasks import Pipeline, StoreError, UnreadableImageError, damaged_stores, store, store_leftovers
 from confitune.tasks.store import ImageFile, open_store
 
 COUNT = 6
@@ -184,21 +185,19 @@ def test_a_full_disk_and_an_impossible_folder_are_explained(build, photos: Path,
 
 
 def test_works_where_the_file_system_has_no_locks(build, monkeypatch) -> None:
-    from confitune.tasks import lock
-
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
     assert build()[1] == COUNT
-    monkeypatch.setattr(lock, "fcntl", None)
+    monkeypatch.setattr(files, "fcntl", None)
     assert build()[1] == 0
 
 
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
-from confitune.tasks.pipelines import Pipeline
+from confitune.tasks import Pipeline
 from confitune.tasks.store import ImageFile, open_store
 
 base, me, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -1,7 +1,12 @@
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torchvision import transforms
 
-from confitune.tasks import DataError, Images, Preprocess, Task
+from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, DataError, Images, Preprocess, Task
 
 PLAIN = Preprocess((0.0,) * 3, (1.0,) * 3)
 PIXELS = torch.arange(6, dtype=torch.uint8)[:, None, None, None].expand(6, 3, 2, 2)
@@ -42,3 +47,53 @@ def test_tasks_that_cannot_be_learned_are_refused() -> None:
         Task("a", ("x", "y"), good, Images(PIXELS, good.rows[:0], good.rows[:0]), PLAIN)
     with pytest.raises(DataError, match="cover its 2 classes"):
         Task("a", ("x", "y"), good, good, PLAIN, groups=((0, 1),))
+
+
+@pytest.mark.parametrize(("size", "worst"), [((32, 32), 1e-4), ((8, 8), 1e-4), ((48, 32), 1e-4), ((300, 300), 1.01)])
+def test_resizing_tensors_agrees_with_pillow(size: tuple[int, int], worst: float) -> None:
+    picture = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    pillow = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224)])(Image.fromarray(picture))
+    grey_levels = Preprocess((0.0,) * 3, (1 / 255,) * 3, resize=256, crop=224)
+    ours = grey_levels(torch.from_numpy(picture).permute(2, 0, 1)[None])[0].permute(1, 2, 0).numpy()
+    difference = np.abs(ours - np.asarray(pillow, dtype=np.float32))
+    assert difference.mean() < 0.01
+    assert difference.max() < worst
+
+
+def test_normalises_as_torchvision_does() -> None:
+    picture = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    theirs = transforms.Compose([transforms.ToTensor(), transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)])
+    ours = Preprocess(IMAGENET_MEAN, IMAGENET_STD)(torch.from_numpy(picture).permute(2, 0, 1)[None])
+    torch.testing.assert_close(ours[0], theirs(Image.fromarray(picture)))
+
+
+def test_leaves_its_input_alone_and_passes_floats_through() -> None:
+    pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
+    before = pixels.clone()
+    preprocess = Preprocess(IMAGENET_MEAN, IMAGENET_STD, resize=8, crop=4)
+    preprocess(pixels)
+    assert torch.equal(pixels, before)
+    done = torch.randn(2, 3, 5, 5)
+    assert preprocess(done) is done
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(2, 40), st.integers(2, 40), st.integers(2, 48))
+def test_size_of_the_result_is_torchvisions(height: int, width: int, side: int) -> None:
+    pixels = torch.zeros(1, 3, height, width, dtype=torch.uint8)
+    expected = transforms.Resize(side, antialias=True)(pixels).shape
+    assert Preprocess((0.0,) * 3, (1.0,) * 3, resize=side)(pixels).shape == expected
+
+
+def test_bad_arguments_are_explained() -> None:
+    with pytest.raises(DataError, match="three values"):
+        Preprocess((0.5,), (0.5,))
+    with pytest.raises(DataError, match="positive"):
+        Preprocess((0.5,) * 3, (0.5, 0.0, 0.5))
+    with pytest.raises(DataError, match="crop must be at least one"):
+        Preprocess((0.5,) * 3, (0.5,) * 3, crop=0)
+    crop = Preprocess((0.5,) * 3, (0.5,) * 3, crop=9)
+    with pytest.raises(DataError, match="cannot crop 9 x 9 from images of 8 x 8"):
+        crop(torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+    with pytest.raises(DataError, match=r"int32 \[1, 3, 9, 9\]"):
+        crop(torch.zeros(1, 3, 9, 9, dtype=torch.int32))

@@ -28,8 +28,7 @@ from confitune.engine import TrainSettings
 from confitune.engine.feed import batches
 from confitune.errors import ConfituneError
 from confitune.files import write_whole
-from confitune.nn import ContinualNet
-from confitune.nn.flow import trace_flow
+from confitune.nn import Calibrations, ContinualNet, XconvNorms, trace_flow
 from confitune.tasks import Task
 
 _SLICE = 32  # images turned into float64 at a time
@@ -91,13 +90,14 @@ def paired_convs(net: ContinualNet, example_input: Tensor | None = None) -> dict
     Args:
         example_input: a batch of two images, needed only where the network's input shape cannot be guessed.
     """
-    if net.norm == "calibrated":
+    if Calibrations.name in net.parts:
         raise ConfituneError(
             "a calibrated network (CCLL) normalises what its calibrations make of a convolution's output, so the "
             "output's moments have no running ones to be compared with; its convolutions never move anyway"
         )
-    if net.conversion is not None:
-        return {conv: norm for norm, conv in net.conversion.pairs.items()}
+    for part in net.parts.values():
+        if isinstance(part, XconvNorms):
+            return {conv: norm for norm, conv in part.pairs.items()}
     flow = trace_flow(net.backbone, example_input)
     pairs = {}
     for norm, module in net.backbone.named_modules():

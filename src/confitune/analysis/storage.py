@@ -1,10 +1,10 @@
 """Numbers stored in addition to the pre-trained network as tasks grow (ConFiT, Fig. 'additional parameters').
 
 Counted from what is really there, not from a formula: the network's own saved state and its tasks' rows, the tensors
-that penalties hold. Two counts, both without heads, which every method has and which are counted beside them:
+that methods hold. Two counts, both without heads, which every method has and which are counted beside them:
 
 - kept: what must be there between tasks, to test the tasks so far and to go on.
-- peak: the most that is held at once while the last of them is trained: the tensors a penalty runs on, AFEC's copy,
+- peak: the most that is held at once while the last of them is trained: the tensors a method runs on, AFEC's copy,
   the live statistics of Xconv BN (whole planes, so they depend on the image size). Gradients, the optimiser and
   activations are not in it: they are every method's.
 """
@@ -12,7 +12,8 @@ that penalties hold. Two counts, both without heads, which every method has and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,8 @@ from torch import Tensor, nn
 from confitune.analysis.saved import SavedResult
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.methods import Method, TaskContext, create_method
-from confitune.methods.quadratic import QuadraticPenalty
-from confitune.nn import ContinualNet, build_model, headless
+from confitune.methods import Method, create_method, method_classes
+from confitune.nn import ContinualNet, headless, without_memory
 from confitune.nn.geometry import Means
 
 
@@ -67,8 +67,8 @@ def measure_storage(
     """Take a network without weights through `tasks` tasks by each method, learning nothing, and count what it holds.
 
     Args:
-        model: a name as `build_model` takes it, or what makes a backbone. A network by name is made on the meta device
-            where that works: shapes are there, nothing is computed.
+        model: a name, or what makes a backbone. A network by name is made on the meta device where that works: shapes
+            are there, nothing is computed.
         methods: names, or methods with options of their own.
         image_size: of the one batch that every task sees; live statistics of Xconv BN depend on it.
         means: what Xconv BN keeps.
@@ -77,11 +77,13 @@ def measure_storage(
     >>> [row.kept for row in found.of("confit")]
     [19148, 38296]
     """
-    make = _maker(model) if isinstance(model, str) else model
-    chosen = [create_method(method) if isinstance(method, str) else method for method in methods]
+    make = partial(without_memory, model) if isinstance(model, str) else model
     rows = []
-    for method in chosen:
-        rows += [*_grow(method, make, classes_per_task, tasks, image_size, means)]
+    for method in methods:
+        if isinstance(method, str):
+            kinds = [kind for kind in method_classes(method) if "means" in kind.Options.model_fields]
+            method = create_method(method, {kind.name: {"means": means} for kind in kinds})
+        rows += [*_grow(method, make, classes_per_task, tasks, image_size)]
     return StorageResult(
         model=model if isinstance(model, str) else type(make()).__name__,
         pretrained=_numbers(headless(make()).state_dict()),
@@ -93,13 +95,12 @@ def measure_storage(
 
 
 def storage_of(result: RunResult) -> list[StorageRow]:
-    """The same from a finished run, where the result has it: what a penalty keeps and the peak are not in it.
+    """The same from a finished run, where the result has it: what a method keeps besides and the peak are not in it.
 
     A single-task run's result counts each copy's parameters without its running moments.
     """
     try:
-        penalties = create_method(result.method).penalties
-        known = not any(isinstance(penalty, QuadraticPenalty) for penalty in penalties)
+        known = not any(kind.kept or kind.running for kind in method_classes(result.method))
     except ConfituneError:
         known = False  # a method of the user's own
     rows, kept, heads = [], 0, 0
@@ -111,15 +112,12 @@ def storage_of(result: RunResult) -> list[StorageRow]:
     return rows
 
 
-def _grow(
-    method: Method, make: Callable[[], nn.Module], classes: int, tasks: int, size: int, means: Means
-) -> Iterator[StorageRow]:
+def _grow(method: Method, make: Callable[[], nn.Module], classes: int, tasks: int, size: int) -> Iterator[StorageRow]:
     backbone = headless(make())
     pretrained = _numbers(backbone.state_dict())
-    net = ContinualNet(backbone, norm=method.norm, **{"means": means, **method.network})
+    net = method.network(backbone)
     like = next(backbone.parameters())
     images = torch.zeros(2, 3, size, size, device=like.device, dtype=like.dtype).uniform_()
-    method = copy.deepcopy(method)  # penalties of a registry's method would go on from another network's tensors
     empty = net
     for count in range(1, tasks + 1):
         if method.joint:  # all tasks so far at once
@@ -127,67 +125,82 @@ def _grow(
         of_one = pretrained if method.separate else 0
         peak = _learn(net, method, f"task{count}", classes * (count if method.joint else 1), images) - pretrained
         storage = net.storage().values()
-        kept = sum(task.norm_numbers for task in storage) + sum(p.storage() for p in method.penalties)
+        kept = sum(task.beside_head for task in storage) + sum(hook.storage() for hook in method.hooks)
+        kept += sum(_numbers(list(part.buffers(recurse=False))) for part in net.parts.values())  # what is kept once
         yield StorageRow(
             method=method.name,
             tasks=count,
             kept=kept + count * of_one,
             peak=peak + count * of_one,  # the copy in training is the last of them
-            heads=sum(task.head_numbers for task in storage),
+            heads=sum(task.head for task in storage),
         )
 
 
-def _learn(net: ContinualNet, method: Method, name: str, classes: int, images: Tensor) -> int:
-    """The motions of learning a task, as the engine makes them; the most numbers that were held on the way."""
+class _Motions:
+    """The motions of learning a task, as the engine makes them: a `TaskContext` in which nothing is computed."""
 
-    def train(other: ContinualNet, only_epoch: int | None = None) -> None:
-        if name not in other.tasks:
-            other.add_task(name, classes)
-        other.set_task(name)
-        other.train()(images)
+    def __init__(self, net: ContinualNet, name: str, classes: int, images: Tensor) -> None:
+        self.net, self.index, self.seed = net, len(net.tasks), 0
+        self.batch_size, self.epochs = len(images), 1
+        self.images, self.labels = len(images), torch.zeros(len(images), dtype=torch.long)
+        self._name, self._classes, self._pixels = name, classes, images
+
+    def batches(self, size: int) -> Iterable[tuple[Tensor, Tensor]]:
+        return ()
+
+    def train(self, other: ContinualNet, only_epoch: int | None = None) -> None:
+        if self._name not in other.tasks:
+            other.add_task(self._name, self._classes)
+        other.set_task(self._name)
+        with torch.no_grad():
+            other.train()(self._pixels)
         if only_epoch is None:
-            other.finish_task([images])
+            other.measure([self._pixels])
+            other.finish_task()
+
+    def sample(self, at_most: int) -> Tensor:
+        return torch.arange(self.images)
+
+    def features(self, positions: Tensor) -> Tensor:
+        return self.net.features(self._pixels[positions])
+
+    def captured(self, *args: Any) -> None:
+        """Nothing."""
+
+    def note(self, message: str) -> None:
+        """Nobody is told."""
+
+
+def _learn(net: ContinualNet, method: Method, name: str, classes: int, images: Tensor) -> int:
+    """The most numbers that were held while a task was learned."""
+    context = _Motions(net, name, classes, images)
 
     def held() -> int:
-        return _held(net) + sum(_held(vars(penalty)) for penalty in method.penalties)
+        return _held(net) + sum(_held(vars(hook)) for hook in method.hooks)
 
-    context = TaskContext(
-        net=net,
-        index=len(net.tasks),
-        epochs=1,
-        images=len(images),
-        classes=classes,
-        labels=torch.zeros(len(images), dtype=torch.long),
-        batches=lambda size: (),
-        train=train,
-        sample=lambda at_most: torch.arange(len(images)),
-        features=lambda order: net.features_of(images[order]),
-        note=lambda message: None,
-        run=lambda *args, **kwargs: None,
-        seed=0,
-    )
     net.add_task(name, classes)
-    for penalty in method.penalties:
-        penalty.attach(net)
-    for penalty in method.penalties:
-        penalty.begin_task(context)
-    for penalty in method.penalties:
-        penalty.begin_epoch(context, 0)
+    for hook in method.hooks:
+        hook.attach(net, context.index)
+    for hook in method.hooks:
+        hook.begin_task(context)
+    for hook in method.hooks:
+        hook.begin_epoch(context, 0)
     with torch.no_grad():
         net.train()(images)
     most = held()
-    for penalty in method.penalties:
-        penalty.end_task(context)
+    for hook in method.hooks:
+        hook.end_task(context)
     most = max(most, held())
-    net.finish_task([images])
+    net.measure([images])
+    net.finish_task()
     return most
 
 
 def _held(value: Any) -> int:
-    """Numbers in whatever a penalty or a network holds; heads, in the slot and in rows, left out."""
+    """Numbers in whatever a method or a network holds; heads, live and in rows, left out."""
     if isinstance(value, ContinualNet):
-        state = {key: part for key, part in value.state_dict().items() if not key.startswith("heads.")}
-        return _numbers(state) - sum(task.head_numbers for task in value.storage().values())
+        state = {key: part for key, part in value.state_dict().items() if not key.startswith("parts.head.")}
+        return _numbers(state) - sum(task.head for task in value.storage().values())
     if isinstance(value, Mapping):
         return sum(map(_held, value.values()))
     return _numbers(value)
@@ -202,14 +215,3 @@ def _numbers(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(map(_numbers, value))
     return 0
-
-
-def _maker(name: str) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        try:
-            with torch.device("meta"):
-                return build_model(name)
-        except ConfituneError:  # some networks read their own numbers while they are built
-            return build_model(name)
-
-    return make

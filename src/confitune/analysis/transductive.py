@@ -27,9 +27,8 @@ from confitune.analysis.moments import Moments
 from confitune.analysis.saved import SavedResult
 from confitune.engine import TrainSettings
 from confitune.engine.feed import batches
-from confitune.engine.loss import count_right
+from confitune.engine.step import count_right
 from confitune.nn import ContinualNet
-from confitune.nn.xconv import TaskNorm
 from confitune.tasks import Task
 
 Source = Literal["running", "true"]
@@ -129,10 +128,7 @@ class _ChosenMoments:
     def _before(self, norm: nn.Module, args: tuple[Any, ...]) -> None:
         assert isinstance(norm, _BatchNorm)
         if self.call == len(self._known):
-            x = args[0]
-            if isinstance(norm, TaskNorm) and norm.calibrated_by is not None:
-                x = norm.calibrated_by(x)
-            self._new.add(x)
+            self._new.add(args[0])
             if not self._whole:
                 raise _FarEnough
             self.found_one()

@@ -10,15 +10,13 @@ from rich.markup import escape
 
 from confitune.cli import deploy, listing, training  # noqa: F401  # each adds its commands to the app
 from confitune.cli.app import app
-from confitune.errors import ConfituneError, SaidElsewhereError
+from confitune.errors import ConfituneError
 
 
 def main() -> None:
     """Entry point: errors a user can act on are printed without a traceback."""
     try:
         app()
-    except SaidElsewhereError:  # by another process of this run
-        sys.exit(2)
     except (ConfituneError, OSError) as error:
         message = str(error) if isinstance(error, ConfituneError) else _in_words(error)
         shown = escape(message)  # paths may hold brackets

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,20 +17,11 @@ app = typer.Typer(
 Option = typer.Option
 
 
-@app.callback()
-def _root(context: typer.Context) -> None:
-    """Fine-tune one pre-trained CNN on task after task without forgetting (ConFiT)."""
-    if "LOCAL_RANK" in os.environ and context.invoked_subcommand != "run":
-        from confitune.ranks import refuse_several
-
-        refuse_several(f"confitune {context.invoked_subcommand}")
-
-
 @contextmanager
-def stoppable(how_to_go_on: str, says: bool = True) -> Iterator[None]:
+def stoppable(how_to_go_on: str) -> Iterator[None]:
     """Say how to go on after Ctrl-C; here, because typer ends the program without a word."""
     try:
         yield
     except KeyboardInterrupt:
-        Console(stderr=True, quiet=not says).print(f"stopped; {how_to_go_on}", style="yellow")
+        Console(stderr=True).print(f"stopped; {how_to_go_on}", style="yellow")
         raise typer.Exit(130) from None

@@ -143,7 +143,7 @@ def tasks_command(
       confitune tasks model --check
     """
     from confitune.deploy import Bundle, check_tasks
-    from confitune.deploy.checking import MOST_GUESSED
+    from confitune.deploy.held_out import MOST_CHECKED
     from confitune.engine import decoding_bar
 
     opened, console = Bundle.open(bundle), Console()
@@ -171,7 +171,7 @@ def tasks_command(
             str(record.images),
             record.learned[:10],
             "-" if accuracy is None else f"{accuracy:.1f}",
-            f"{opened.bytes_of(name) / 1e3:,.0f}",
+            f"{record.file.bytes / 1e3:,.0f}",
         )
     console.print(table)
     if checked and checked.guessed is not None:
@@ -181,8 +181,8 @@ def tasks_command(
             soft_wrap=True,
             highlight=False,
         )
-    elif checked and len(opened.tasks) > MOST_GUESSED:
-        console.print(f"How often the task is guessed is not measured with more than {MOST_GUESSED} tasks.")
+    elif checked and len(opened.tasks) > MOST_CHECKED:
+        console.print(f"How often the task is guessed is not measured with more than {MOST_CHECKED} tasks.")
 
 
 def _tasks_as_json(bundle: Bundle, checked: dict[str, float]) -> list[dict[str, object]]:
@@ -193,7 +193,7 @@ def _tasks_as_json(bundle: Bundle, checked: dict[str, float]) -> list[dict[str, 
             "images": record.images,
             "learned": record.learned,
             "accuracy": checked.get(name, bundle.accuracy.get(name, record.accuracy)),
-            "bytes": bundle.bytes_of(name),
+            "bytes": record.file.bytes,
         }
         for name, record in bundle.tasks.items()
     ]

@@ -1,11 +1,11 @@
-"""Commands that look at what there is: models, methods, and folders this program wrote."""
+"""Commands that look at what there is: models, methods, settings, and folders this program wrote."""
 
 from __future__ import annotations
 
 import json
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 from confitune.cli.app import Option, app
+from confitune.cli.options import DATASETS_OWN, FIELDS, GROUPS, default_of
 from confitune.errors import ConfituneError
 
 
@@ -82,6 +83,48 @@ def methods_command(
         typer.echo(json.dumps(found[0] if name else found, indent=1))
     else:
         Console().print(method_page(reports[0]) if name else methods_table(reports))
+
+
+@app.command(name="options")
+def options_command(
+    as_json: Annotated[bool, Option("--json", help="print JSON instead of a table")] = False,
+) -> None:
+    """List every setting of data, network and training, and every option of the methods.
+
+    All of them can stand in a recipe, and be given to `run`, `tune` and `reproduce` as --set NAME=VALUE.
+
+    [bold]Examples[/bold]
+
+      confitune options
+
+      confitune run --method ewc --set weight_decay=1e-4 --set ewc.strength=3000
+    """
+    from confitune.experiments import method_options
+
+    groups: dict[str, list[tuple[str, Any, str]]] = {
+        title: [
+            (name, None if name in DATASETS_OWN else field.default, field.description or "")
+            for name, field in group.model_fields.items()
+        ]
+        for title, group in GROUPS.items()
+    }
+    groups["Methods"] = [(option.name, option.default, option.description) for option in method_options()]
+    if as_json:
+        columns = ("name", "default", "description")
+        found = [dict(zip(columns, row, strict=True), group=title) for title, rows in groups.items() for row in rows]
+        typer.echo(json.dumps(found, indent=1))
+        return
+    table = Table(caption="Give them as --set NAME=VALUE, or in a recipe.", caption_justify="left")
+    table.add_column("name", no_wrap=True)
+    table.add_column("default", max_width=22)
+    table.add_column("what it is", ratio=1)
+    for title, rows in groups.items():
+        table.add_section()
+        table.add_row(f"[bold]{title}[/bold]")
+        for name, default, description in rows:
+            shown = default_of(name) if name in FIELDS else str(default)
+            table.add_row(name, escape(shown), escape(description))
+    Console().print(table)
 
 
 @app.command(name="doctor")

@@ -1,136 +1,107 @@
-"""Commands that train: run, tune, reproduce, and the report of what they wrote."""
+"""Commands that train: run, tune, reproduce, and the reports of what they wrote."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from confitune.cli.app import Option, app, stoppable
+from confitune.cli.options import SettingsCommand, with_settings
+
+if TYPE_CHECKING:
+    from confitune.experiments import Place
 
 _WITH_RESUME = "the same command with --resume goes on where it was"
+_WHERE = "Where runs are done"
 
-DatasetName = Annotated[
-    str | None,
+RecipeFile = Annotated[
+    Path | None, typer.Argument(help="a YAML file with any of the settings that `confitune options` lists")
+]
+Seeds = Annotated[int | None, Option(show_default="1", help="how many runs of each method, with seeds 0, 1, ...")]
+Set = Annotated[
+    list[str] | None,
     Option(
-        help="photos, digits (offline), flowers102, cifar100, cub200, caltech101, or folder:PATH; or tasks of several, "
-        "counted from 1: photos:1-2+digits:1+photos:3-5"
+        "--set",
+        metavar="NAME=VALUE",
+        help="repeatable: any other setting, e.g. weight_decay=1e-4, or an option of a method, e.g. ewc.strength=3000; "
+        "`confitune options` lists all of them",
     ),
 ]
-Tasks = Annotated[int | None, Option(help="only the first so many tasks, of all parts of the dataset together")]
-Epochs = Annotated[
-    int | None, Option(help="a task; default: the dataset's (the paper's for its four sets), of several the first's")
+Resume = Annotated[bool, Option(help="take what is finished there as it is, and go on with what is not")]
+ParallelSeeds = Annotated[
+    int, Option(min=1, rich_help_panel=_WHERE, help="so many seeds of a method at once, to fill a large GPU")
 ]
-BatchSize = Annotated[int | None, Option(help="default: the dataset's, of several the first's")]
-PipelineName = Annotated[
-    str | None,
-    Option(help="clean, or published (what the paper's code fed the network), which every part must have"),
-]
-FollowName = Annotated[
-    str | None, Option(help="what moments of earlier tasks follow: weights (the paper's) or images of later tasks")
-]
-Rank = Annotated[int | None, Option(help="keep window means as a product of this rank: fewer numbers")]
 On = Annotated[
     str,
     Option(
         metavar="PLACE",
-        help="where runs are done. local: one after the other. ray: many at once on this machine (or on the cluster "
-        "that RAY_ADDRESS names). HOST:PORT or ray://HOST:PORT: on that Ray cluster, whose nodes must share the folder "
-        "of --out. A run whose node dies goes on from its checkpoint on another: docs/scaling.md",
+        rich_help_panel=_WHERE,
+        help="local: here, one run after the other. ray: many at once on this machine (or on the cluster that "
+        "RAY_ADDRESS names). HOST:PORT or ray://HOST:PORT: on that Ray cluster, whose nodes must share the folder of "
+        "--out. A run whose node dies goes on from its checkpoint on another: docs/scaling.md",
     ),
 ]
 GpusPerRun = Annotated[
     float | None,
-    Option(min=0, max=1, help="on Ray: a run's share of a GPU; 0.2: five at once on each; default: 1, where there are"),
+    Option(
+        min=0,
+        max=1,
+        rich_help_panel=_WHERE,
+        help="on Ray: a run's share of a GPU; 0.2: five at once on each; default: 1, where there are",
+    ),
 ]
 CpusPerRun = Annotated[
     int | None,
-    Option(min=1, help="on Ray: a run's CPUs and torch's threads; default: its GPU's part of the node's, else up to 4"),
+    Option(
+        min=1,
+        rich_help_panel=_WHERE,
+        help="on Ray: a run's CPUs and torch's threads; default: its GPU's part of the node's, else up to 4",
+    ),
 ]
 
+# The settings that people change; all others are for --set and recipes.
+_NETWORK = ("model", "weights", "means")
+_TRAINING = ("epochs", "batch_size", "lr", "device", "precision", "step")
+_SETTINGS = ("dataset", "data_dir", "cache_dir", "tasks", "pipeline", *_NETWORK, *_TRAINING)
 
-def _recipe_values(recipe: Path | None, given: dict[str, Any], set_option: list[str] | None) -> dict[str, Any]:
+
+def _recipe_values(recipe: Path | None, given: dict[str, Any], changes: list[str] | None) -> dict[str, Any]:
     """The file's values with those given on the command line over them."""
-    from confitune.experiments import merge_options, read_recipe
+    from confitune.experiments import merge_settings, read_recipe
 
-    values: dict[str, Any] = read_recipe(recipe) if recipe else {}
-    values |= {name: value for name, value in given.items() if value is not None}
-    if set_option:
-        values["options"] = merge_options(values.get("options") or {}, set_option)
-    return values
+    values = {name: value for name, value in given.items() if value is not None}
+    return merge_settings({**(read_recipe(recipe) if recipe else {}), **values}, changes or ())
 
 
-def _source(recipe: Path | None) -> str:
-    return str(recipe) if recipe else "the options given"
+def _place(console: Console, asked: dict[str, Any]) -> AbstractContextManager[Place]:
+    from confitune.experiments import open_place
+
+    names = ("on", "parallel_seeds", "gpus_per_run", "cpus_per_run")
+    return open_place(console=console, **{name: asked[name] for name in names})
 
 
-_PLACE = ("on", "parallel_seeds", "gpus_per_run", "cpus_per_run")
-
-
-def _place(asked: dict[str, Any]) -> dict[str, Any]:
-    """What says where runs are done."""
-    return {name: asked[name] for name in _PLACE}
-
-
-_NOT_IN_RECIPE = ("recipe", "method", "set_option", "checkpoint_seconds", "out", "resume", *_PLACE)
-
-
-@app.command(name="run")
+@app.command(name="run", cls=SettingsCommand)
+@with_settings(*_SETTINGS)
 def run_command(
-    recipe: Annotated[Path | None, typer.Argument(help="a YAML file with any of the options below")] = None,
-    dataset: DatasetName = None,
-    order_seed: Annotated[int | None, Option(help="of the order of classes, and so of what makes a task")] = None,
+    recipe: RecipeFile = None,
     method: Annotated[
         list[str] | None,
         Option(help="repeatable: confit, finetune, hierarchical, finetune-xconv, task-bn, bn-only, linear-probe, ..."),
     ] = None,
-    model: Annotated[str | None, Option(help="a timm or torchvision name, e.g. resnet18.tv_in1k")] = None,
-    weights: Annotated[str | None, Option(help="a .safetensors or .pth file, or 'none' for a random start")] = None,
-    data_dir: Annotated[Path | None, Option(help="folder that holds the datasets")] = None,
-    cache_dir: Annotated[Path | None, Option(help="folder for decoded images")] = None,
-    seeds: Annotated[int | None, Option(help="how many runs of each method, with seeds 0, 1, ...")] = None,
-    tasks: Tasks = None,
-    classes_per_task: Annotated[int | None, Option(help="in every part; default: the dataset's")] = None,
-    epochs: Epochs = None,
-    batch_size: BatchSize = None,
-    device: Annotated[str | None, Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
-    precision: Annotated[str | None, Option(help="auto (bf16 on GPUs), fp32 or bf16")] = None,
-    step: Annotated[
-        str | None,
-        Option(help="auto (graph on GPUs), eager, graph, or compile (a minute to start, a quarter faster after)"),
-    ] = None,
-    pixels: Annotated[str | None, Option(help="auto (images on the GPU if they fit), device, host")] = None,
-    deterministic: Annotated[
-        bool | None, Option("--deterministic", help="the same bits in every run on this kind of GPU")
-    ] = None,
-    pipeline: PipelineName = None,
-    means: Annotated[str | None, Option(help="window (exact) or phase (the paper's)")] = None,
-    statistics: Annotated[str | None, Option(help="running (the paper's) or pass (after the last step)")] = None,
-    variance: Annotated[
-        str | None, Option(help="stored (the paper's) or ratio (follows what later tasks do to variances)")
-    ] = None,
-    follow: FollowName = None,
-    rank: Rank = None,
-    lr: Annotated[float | None, Option(help="learning rate")] = None,
-    optimizer: Annotated[str | None, Option(help="sgd, adam or adamw")] = None,
-    momentum: Annotated[float | None, Option(help="of SGD")] = None,
-    weight_decay: Annotated[float | None, Option()] = None,
-    clip_norm: Annotated[float | None, Option(help="scale gradients down to this norm")] = None,
-    lr_schedule: Annotated[str | None, Option(help="constant, cosine or step")] = None,
-    augmentation: Annotated[str | None, Option(help="none, flip or flip-shift")] = None,
-    set_option: Annotated[
-        list[str] | None,
-        Option("--set", help="repeatable: an option of a method, e.g. ewc.strength=3000 (see `confitune methods`)"),
-    ] = None,
-    parallel_seeds: Annotated[int, Option(min=1, help="so many seeds of a method at once, to fill a large GPU")] = 1,
+    seeds: Seeds = None,
+    changes: Set = None,
+    out: Annotated[Path, Option(help="results, logs and pictures go below this folder")] = Path("confitune-run"),
+    resume: Resume = False,
+    checkpoint_seconds: Annotated[float, Option(min=0, help="how much work a killed run may lose, at most")] = 30.0,
     on: On = "local",
+    parallel_seeds: ParallelSeeds = 1,
     gpus_per_run: GpusPerRun = None,
     cpus_per_run: CpusPerRun = None,
-    checkpoint_seconds: Annotated[float, Option(min=0, help="how much work a killed run may lose, at most")] = 30.0,
-    out: Annotated[Path, Option(help="results, logs and pictures go below this folder")] = Path("confitune-run"),
-    resume: Annotated[bool, Option(help="take what is finished there as it is, and go on with what is not")] = False,
+    **settings: Any,
 ) -> None:
     """Learn tasks one after the other with each method, and show what each forgets.
 
@@ -147,25 +118,19 @@ def run_command(
 
       confitune run --dataset photos:1-2+digits:1+photos:3-5  [dim]# a task from elsewhere in between[/dim]
 
-      confitune run --method confit --method ewc --method mas --seeds 5 --on ray --cpus-per-run 1
+      confitune run --method ewc --set ewc.strength=3000 --set weight_decay=1e-4
 
-      torchrun --nproc-per-node 4 -m confitune run --dataset flowers102  [dim]# one network on four GPUs[/dim]
+      confitune run --method confit --method ewc --method mas --seeds 5 --on ray --cpus-per-run 1
     """
     asked = dict(locals())
-    given = {name: value for name, value in asked.items() if name not in _NOT_IN_RECIPE}
-    from confitune.experiments import draw_pictures, make_recipe, open_place, run_recipe, summary_table
-    from confitune.ranks import joined
+    from confitune.experiments import draw_pictures, make_recipe, run_recipe, summary_table
 
-    with joined() as ranks, stoppable(_WITH_RESUME, says=ranks.first):
-        values = _recipe_values(recipe, given, set_option)
-        if method:
-            values["methods"] = method
-        checked = make_recipe(values, _source(recipe))
-        console = Console(quiet=not ranks.first)
-        with open_place(console=console, ranks=ranks, **_place(asked)) as place:
+    console = Console()
+    with stoppable(_WITH_RESUME):
+        values = _recipe_values(recipe, {**settings, "seeds": seeds, "methods": method or None}, changes)
+        checked = make_recipe(values, str(recipe or "the options given"))
+        with _place(console, asked) as place:
             results = run_recipe(checked, out, place=place, resume=resume, checkpoint_seconds=checkpoint_seconds)
-    if not ranks.first:
-        return
     pictures = draw_pictures(out, checked.methods)
     console.print(summary_table(results))
     if pictures:
@@ -173,39 +138,25 @@ def run_command(
         console.print(where, soft_wrap=True, markup=False)
 
 
-_NOT_IN_TUNE_RECIPE = (*_NOT_IN_RECIPE, "option", "grid", "retrain")
-
-
-@app.command(name="tune")
+@app.command(name="tune", cls=SettingsCommand)
+@with_settings(*_SETTINGS)
 def tune_command(
     method: Annotated[str, typer.Argument(help="one method: ewc, si, rwalk, mas, mas-cpr, ewc+confit, ...")],
-    recipe: Annotated[Path | None, typer.Argument(help="a YAML file as `confitune run` takes it")] = None,
-    dataset: DatasetName = None,
-    order_seed: Annotated[int | None, Option(help="of the order of classes, and of what is held out")] = None,
-    model: Annotated[str | None, Option(help="a timm or torchvision name, e.g. resnet18.tv_in1k")] = None,
-    weights: Annotated[str | None, Option(help="a .safetensors or .pth file, or 'none' for a random start")] = None,
-    data_dir: Annotated[Path | None, Option(help="folder that holds the datasets")] = None,
-    cache_dir: Annotated[Path | None, Option(help="folder for decoded images")] = None,
-    seeds: Annotated[int | None, Option(help="how many runs of each value, with seeds 0, 1, ...")] = None,
-    tasks: Tasks = None,
-    epochs: Epochs = None,
-    batch_size: BatchSize = None,
-    device: Annotated[str | None, Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
-    pipeline: PipelineName = None,
-    set_option: Annotated[
-        list[str] | None, Option("--set", help="repeatable: another option of the method, e.g. mas.strength=30")
-    ] = None,
+    recipe: RecipeFile = None,
     option: Annotated[
         str | None, Option(help="what to search, e.g. ewc.strength; default: what the paper searched")
     ] = None,
     grid: Annotated[list[str] | None, Option(help="repeatable: a value to try; default: the paper's values")] = None,
-    parallel_seeds: Annotated[int, Option(min=1, help="so many seeds of a value at once, to fill a large GPU")] = 1,
+    seeds: Seeds = None,
+    changes: Set = None,
+    out: Annotated[Path, Option(help="everything goes below this folder")] = Path("confitune-tune"),
+    resume: Resume = False,
+    retrain: Annotated[bool, Option(help="train the winner again on all training images, and test it")] = True,
     on: On = "local",
+    parallel_seeds: ParallelSeeds = 1,
     gpus_per_run: GpusPerRun = None,
     cpus_per_run: CpusPerRun = None,
-    out: Annotated[Path, Option(help="everything goes below this folder")] = Path("confitune-tune"),
-    resume: Annotated[bool, Option(help="take what is finished there as it is, and go on with what is not")] = False,
-    retrain: Annotated[bool, Option(help="train the winner again on all training images, and test it")] = True,
+    **settings: Any,
 ) -> None:
     """Choose an option of a method by images held out of training, as the paper did.
 
@@ -222,13 +173,12 @@ def tune_command(
       confitune tune ewc+confit --option ewc.strength --grid 300 --grid 3000 --grid 30000 --no-retrain
     """
     asked = dict(locals())
-    given = {name: value for name, value in asked.items() if name not in _NOT_IN_TUNE_RECIPE}
-    from confitune.experiments import edge_note, open_place, plan_search, run_search, search_table
+    from confitune.experiments import edge_note, plan_search, run_search, search_table
 
-    values = _recipe_values(recipe, given, set_option)
-    search = plan_search(method, values, option, grid or (), _source(recipe))
+    values = _recipe_values(recipe, {**settings, "seeds": seeds}, changes)
+    search = plan_search(method, values, option, grid or (), str(recipe or "the options given"))
     console = Console()
-    with stoppable(_WITH_RESUME), open_place(console=console, **_place(asked)) as place:
+    with stoppable(_WITH_RESUME), _place(console, asked) as place:
         points, retrained = run_search(search, out, place=place, resume=resume, retrain=retrain)
     console.print(search_table(search, points, retrained))
     if note := edge_note(search, points):
@@ -237,7 +187,8 @@ def tune_command(
     console.print(where, soft_wrap=True, markup=False, highlight=False)
 
 
-@app.command(name="reproduce")
+@app.command(name="reproduce", cls=SettingsCommand)
+@with_settings(*_SETTINGS[1:], pipeline="published, where there is one", model="the paper's ResNet18", means="phase")
 def reproduce_command(
     what: Annotated[
         list[str],
@@ -254,31 +205,14 @@ def reproduce_command(
         Option(help="only these, of those that are compared; shift and transductive also know best"),
     ] = None,
     seeds: Annotated[int | None, Option(min=1, help="runs of each method; default: the paper's 5")] = None,
-    pipeline: Annotated[
-        str | None, Option(help="published (default: what the paper's numbers come from) or clean")
-    ] = None,
     quick: Annotated[bool, Option("--quick", help="2 tasks, 5 epochs, 1 seed: see that everything works")] = False,
-    model: Annotated[str | None, Option(help="default: the paper's ResNet18")] = None,
-    weights: Annotated[str | None, Option(help="a .safetensors or .pth file, or 'none'")] = None,
-    data_dir: Annotated[Path | None, Option(help="folder that holds the datasets")] = None,
-    cache_dir: Annotated[Path | None, Option(help="folder for decoded images")] = None,
-    tasks: Tasks = None,
-    device: Annotated[str | None, Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
-    precision: Annotated[str | None, Option(help="auto (bf16 on GPUs), fp32 or bf16")] = None,
-    means: Annotated[str | None, Option(help="phase (default: the paper's) or window (exact)")] = None,
-    statistics: Annotated[
-        str | None, Option(help="running (default: the paper's) or pass (after the last step)")
-    ] = None,
-    variance: Annotated[
-        str | None, Option(help="stored (default: the paper's) or ratio (follows what later tasks do to variances)")
-    ] = None,
-    follow: FollowName = None,
-    rank: Rank = None,
-    parallel_seeds: Annotated[int, Option(min=1, help="so many seeds of a method at once, to fill a large GPU")] = 1,
+    changes: Set = None,
+    out: Annotated[Path, Option(help="everything goes below this folder")] = Path("confitune-reproduction"),
     on: On = "local",
+    parallel_seeds: ParallelSeeds = 1,
     gpus_per_run: GpusPerRun = None,
     cpus_per_run: CpusPerRun = None,
-    out: Annotated[Path, Option(help="everything goes below this folder")] = Path("confitune-reproduction"),
+    **settings: Any,
 ) -> None:
     """Make tables and figures of the paper again, and put its numbers beside what is measured.
 
@@ -291,16 +225,19 @@ def reproduce_command(
 
       confitune reproduce table2 --data-dir data --parallel-seeds 5
 
-      confitune reproduce shift --data-dir data --methods hierarchical,confit,best --means window --variance ratio
+      confitune reproduce shift --data-dir data --methods hierarchical,confit --means window --set statistics=pass
 
       confitune reproduce recipes/table1.yaml --data-dir data
     """
     asked = dict(locals())
-    from confitune.experiments import open_place, read_scope, reproduce
+    from confitune.experiments import read_scope, reproduce
 
-    scope, whats = read_scope({name: value for name, value in asked.items() if name not in _PLACE})
+    given = settings if seeds is None else {**settings, "seeds": seeds}
+    scope, whats = read_scope(
+        what, out, datasets=datasets, methods=methods, quick=quick, given=given, changes=changes or ()
+    )
     console = Console()
-    with stoppable("the same command goes on where it was"), open_place(console=console, **_place(asked)) as place:
+    with stoppable("the same command goes on where it was"), _place(console, asked) as place:
         outcomes = reproduce(whats, scope, place=place)
     for outcome in outcomes:
         verdicts = [cell.verdict for cell in outcome.cells]

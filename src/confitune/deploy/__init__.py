@@ -1,15 +1,12 @@
 """A net becomes a bundle, a predictor, a file for another runtime, a server."""
 
 from confitune.deploy.bundle import Bundle
-from confitune.deploy.checking import Checks, check_tasks
-from confitune.deploy.earlier import Change
-from confitune.deploy.export import check_export, export_onnx, export_torch
-from confitune.deploy.export_bundle import export_bundle
+from confitune.deploy.export import check_export, export_bundle, export_onnx, export_torch
 from confitune.deploy.folding import folded
 from confitune.deploy.format import BundleError, TaskRecord
+from confitune.deploy.held_out import Change, Checks, check_tasks
 from confitune.deploy.learn import LearnReport, LearnSettings, learn
-from confitune.deploy.predictor import Prediction, Predictor, TaskInfo
-from confitune.deploy.sources import image_files, predict_files
+from confitune.deploy.predictor import Prediction, Predictor, TaskInfo, image_files, predict_files
 
 __all__ = [
     "Bundle",

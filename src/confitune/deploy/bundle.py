@@ -1,31 +1,49 @@
-"""A folder with one network and what it has learned so far; see `format.py` for its files."""
+"""A folder with one network and what it has learned so far; see `format.py` for its files.
+
+It changes one process at a time and all at once, and what it was before its last change is kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
 from torch import Tensor
 
-from confitune.deploy.declared import check_declared, check_shared
+from confitune.deploy.files import TensorFiles, foreign_files, own_files
 from confitune.deploy.format import (
+    BACKBONES,
+    BEFORE,
+    HEAD,
+    HELD_OUT,
+    TASKS,
+    UNFINISHED,
     Added,
     BundleError,
     Checked,
+    DamagedError,
     Event,
+    Head,
     Network,
     Removed,
     Renamed,
     StoredFile,
     TaskRecord,
+    check_name,
+    file_name,
 )
-from confitune.deploy.journal import Journal
-from confitune.deploy.layout import check_name, is_bundle
+from confitune.deploy.journal import State, alone, commit, damage_before, is_bundle, read_head, read_state, write_head
+from confitune.deploy.loading import load_network, load_task
 from confitune.errors import ConfituneError
-from confitune.nn import ContinualNet, build_model, without_memory
+from confitune.files import sync_folder
+from confitune.nn import ContinualNet
+
+_log = logging.getLogger(__name__)
 
 
 class Bundle:
@@ -33,6 +51,9 @@ class Bundle:
 
     Args:
         path: of the folder.
+
+    Attributes:
+        damage: what is damaged where this is what the bundle was before its last change; None where it is the newest.
 
     >>> Bundle.open("no-such-folder")
     Traceback (most recent call last):
@@ -42,7 +63,9 @@ class Bundle:
     def __init__(self, path: Path, network: Network) -> None:
         self.path = path
         self.network = network
-        self._journal = Journal(path)
+        self.damage: str | None = None
+        self._files = TensorFiles(path)
+        self._state = State()
 
     @classmethod
     def open(cls, path: Path | str) -> Bundle:
@@ -51,53 +74,54 @@ class Bundle:
         Where head, index or backbone are damaged, it is opened as it was before its last change: a warning is logged,
         `damage` says what it is, and it cannot be changed.
         """
-        journal = Journal(Path(path))
-        journal.read()
-        bundle = cls(journal.path, journal.head.network)
-        bundle._journal = journal
+        path, files = Path(path), TensorFiles(Path(path))
+        state, damage = read_state(path, files)
+        assert state.head is not None
+        bundle = cls(path, state.head.network)
+        bundle._files, bundle._state, bundle.damage = files, state, damage
+        if damage is not None:
+            _log.warning("%s. %s is used as it was before its last change, on %s", damage, path, bundle.written)
         return bundle
 
-    @staticmethod
-    def exists(path: Path) -> bool:
-        """Whether the folder holds a bundle, be it a damaged one."""
-        return is_bundle(path)
+    exists = staticmethod(is_bundle)
 
     # ---- what it holds ---------------------------------------------------------------------------------------------
 
     @property
     def tasks(self) -> Mapping[str, TaskRecord]:
         """By name, in the order in which they were added."""
-        return self._journal.contents.tasks
+        return self._state.tasks
 
     @property
     def accuracy(self) -> Mapping[str, float]:
         """Of each task on its held-out images when it was last checked, in percent."""
-        return MappingProxyType(self._journal.contents.accuracy)
+        return MappingProxyType(self._state.accuracy)
 
     @property
     def history(self) -> Sequence[Checked]:
         """Every check so far."""
-        return tuple(self._journal.contents.history)
+        return tuple(self._state.history)
 
     @property
     def last_task(self) -> str:
         """The task that was added last of those there are."""
-        return self._journal.contents.tasks.last
+        return next(reversed(self._state.tasks))
 
     @property
     def lineage(self) -> str:
         """Tells backbones apart: equal only where every step of learning was the same."""
-        return self._journal.head.lineage
+        return self._head.lineage
 
     @property
     def written(self) -> str:
         """When it was changed last."""
-        return self._journal.head.written
+        return self._head.written
 
     @property
-    def damage(self) -> str | None:
-        """What is damaged where this is what the bundle was before its last change; None where it is the newest."""
-        return self._journal.damage
+    def _head(self) -> Head:
+        if self._state.head is None:
+            raise BundleError(f"{self.path} has learned nothing yet")
+        return self._state.head
 
     def record(self, task: str) -> TaskRecord:
         """The record of a task, or an error that names the tasks there are."""
@@ -107,51 +131,61 @@ class Bundle:
         return self.tasks[task]
 
     def task_state(self, task: str) -> dict[str, Tensor]:
-        """Everything that is a task's own, by layer, mapped from its file."""
-        return self._journal.tasks.read(self.record(task).file)
+        """Everything that is a task's own, by layer."""
+        return self._files.read(TASKS, self.record(task).file)
 
     def held_out(self, task: str) -> dict[str, Tensor] | None:
         """The images that were kept of a task, see `held_out.py`; None where none were."""
         stored = self.record(task).held_out
-        return None if stored is None else self._journal.held_out.read(stored)
-
-    def bytes_of(self, task: str) -> int:
-        """What a task takes on disk, its held-out images apart."""
-        return self.record(task).file.bytes
+        return None if stored is None else self._files.read(HELD_OUT, stored)
 
     def load_network(self, tasks: Sequence[str] = ()) -> ContinualNet:
         """The network with the state of `tasks`; the last of them is current."""
-        stored = self._journal.head.backbone
-        try:
-            _require_that_large(self.network.model, stored.bytes)
-            net = new_network(self.network)
-            shared = self._journal.backbones.read(stored)
-            check_shared(shared, self.network.size)
-            net.load_shared_state_dict(shared)
-        except ConfituneError as error:
-            raise _about(self._journal.backbones.path(stored), error) from error
+        stored = self._head.backbone
+        with self._naming(BACKBONES, stored):
+            net = load_network(self.network, self._files.read(BACKBONES, stored), stored.bytes)
         for task in tasks:
             self.load_task(net, task)
         return net
 
     def load_task(self, net: ContinualNet, task: str) -> Mapping[str, Tensor]:
-        """Put a task's state into the network and make it current; gives that state.
-
-        A file that declares other tensors than the network keeps is refused before any is copied.
-        """
+        """Put a task's state into the network and make it current; gives that state."""
         record, state = self.record(task), self.task_state(task)
-        try:
-            check_declared(state, self.network.size)
-            net.load_task_state_dict(task, state, record.classes)
-        except ConfituneError as error:
-            raise _about(self._journal.tasks.path(record.file), error) from error
+        with self._naming(TASKS, record.file):
+            load_task(net, task, state, record.classes, self.network.size)
         return state
+
+    @contextmanager
+    def _naming(self, folder: str, stored: StoredFile) -> Iterator[None]:
+        """Errors within name the file that they are about."""
+        path = str(self.path / file_name(folder, stored))
+        try:
+            yield
+        except ConfituneError as error:
+            if path in str(error):
+                raise
+            raise BundleError(f"{path}: {error}") from error
 
     # ---- changing it -----------------------------------------------------------------------------------------------
 
-    def changing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def changing(self) -> Iterator[None]:
         """Within, no other process changes it; what others changed before is seen, what a killed one left is gone."""
-        return self._journal.changing(self.network)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BundleError(f"{self.path} cannot be made: {error}; choose another folder") from error
+        if not is_bundle(self.path) and (foreign := foreign_files(self.path)):
+            raise BundleError(f"{self.path} is no bundle but holds {', '.join(foreign[:3])}: choose an empty folder")
+        with alone(self.path):
+            if is_bundle(self.path):
+                self._renew()
+            elif len(list((self.path / TASKS).glob("*.safetensors"))) > 1:  # a first task that broke off leaves one
+                raise BundleError(f"{self.path} holds tasks but no {HEAD}: restore it from a copy")
+            if (self.path / UNFINISHED).exists() or self._state.untidy:
+                self.sweep()
+            yield
+            (self.path / UNFINISHED).unlink(missing_ok=True)
 
     def add_task(
         self,
@@ -161,37 +195,39 @@ class Bundle:
         checked: Mapping[str, float] | None = None,
     ) -> None:
         """Commit a task whose files are stored; `shared` is the backbone where learning it has moved that."""
-        if task in self.tasks:
-            raise BundleError(f"{self.path} has a task {task!r} already; choose another name, or remove it first")
-        events: list[Event] = [Added(task=check_name(task), record=record)]
+        self.require_new(task)
+        events: list[Event] = [Added(task=task, record=record)]
         if checked:
             events.append(Checked(after=task, accuracy=dict(checked)))
-        self._journal.commit(self.network, events, shared)
+        self._commit(events, shared)
+
+    def require_new(self, task: str) -> None:
+        """Refuse a name that a task has already, or that no task may have."""
+        if task in self.tasks:
+            raise BundleError(f"{self.path} has a task {task!r} already; choose another name, or remove it first")
+        check_name(task)
 
     def store_task(self, state: Mapping[str, Tensor], classes: Sequence[str]) -> StoredFile:
         """Put a task's state on disk; it counts once it is added."""
         about = {"format": "confitune task 1", "classes": list(classes), **self.network.model_dump(mode="json")}
-        self._journal.begin()
-        return self._journal.tasks.store(state, about)
+        return self._store(TASKS, state, about)
 
     def store_held_out(self, kept: Mapping[str, Tensor]) -> StoredFile:
         """Put a task's held-out images on disk; they count once it is added."""
-        self._journal.begin()
-        return self._journal.held_out.store(kept, {"format": "confitune held-out images 1"})
+        return self._store(HELD_OUT, kept, {"format": "confitune held-out images 1"})
 
     def rename_task(self, task: str, to: str) -> None:
         """Give a task another name."""
         self.record(task)
-        if to in self.tasks:
-            raise BundleError(f"{self.path} has a task {to!r} already")
-        self._journal.commit(self.network, [Renamed(task=task, to=check_name(to))])
+        self.require_new(to)
+        self._commit([Renamed(task=task, to=to)])
 
     def remove_task(self, task: str) -> None:
         """Forget a task, whose files go with the next change; the backbone stays as it is."""
         self.record(task)
         if len(self.tasks) == 1:  # a new task starts from the last one's batch norm
             raise BundleError(f"{task!r} is the only task of {self.path}: delete the folder instead")
-        self._journal.commit(self.network, [Removed(task=task)])
+        self._commit([Removed(task=task)])
 
     def copy_task(self, source: Bundle, task: str, to: str | None = None) -> None:
         """Take a task over from another bundle, whose backbone must be this one's."""
@@ -209,37 +245,67 @@ class Bundle:
         }
         self.add_task(to or task, record.model_copy(update=files))
 
+    def _renew(self) -> None:
+        """Become what is on disk now, unless it is damaged: a change would make the loss of its newest part final."""
+        with suppress(DamagedError):
+            if self.damage is None and read_head(self.path / HEAD) == self._state.head:
+                return
+        state, damage = read_state(self.path, self._files)
+        assert state.head is not None
+        if state.head.network != self.network:
+            raise BundleError(f"{self.path} was replaced by another bundle meanwhile; start again")
+        if damage is not None:
+            raise BundleError(
+                f"{damage}. Nothing is changed while it is damaged; without a copy, `confitune doctor {self.path} "
+                f"--repair` goes back to what it was before its last change, on {state.head.written}"
+            )
+        self._state, self.damage = state, None
+
+    def _store(self, folder: str, tensors: Mapping[str, Tensor], about: Mapping[str, object]) -> StoredFile:
+        self._begin()
+        return self._files.store(folder, tensors, about)
+
+    def _commit(self, events: Sequence[Event], shared: Mapping[str, Tensor] | None = None) -> None:
+        """Make the events true; `shared` is the backbone where it has moved."""
+        self._begin()
+        if shared is None:
+            backbone, lineage = self._head.backbone, self._head.lineage
+        else:
+            backbone = self._files.store(BACKBONES, shared, {"format": "confitune backbone 1"})
+            before = self.network.weights_sha256 if self._state.head is None else self.lineage
+            lineage = hashlib.sha256(f"{before} {backbone.sha256}".encode()).hexdigest()
+        commit(self.path, self._state, events, network=self.network, backbone=backbone, lineage=lineage)
+
+    def _begin(self) -> None:
+        """Say on disk that files are about to be written which count only after the commit."""
+        if not (self.path / UNFINISHED).exists():
+            (self.path / UNFINISHED).touch()
+            sync_folder(self.path)
+
     # ---- mending it ------------------------------------------------------------------------------------------------
 
     def leftovers(self) -> list[Path]:
         """Files of a change that did not come to its commit; `sweep` deletes them, and so does the next change."""
-        return self._journal.leftovers()
+        needs, kept = self._state.needs, self._state.kept
+        return [self.path / name for name in own_files(self.path) if not (needs(name) or name in kept)]
 
     def damage_before(self) -> str | None:
         """What is damaged of that which is kept only to go back; the bundle itself does not need it."""
-        return self._journal.damage_before()
+        return damage_before(self.path, self._files, self._state)
 
     def sweep(self) -> None:
         """Delete leftovers, and what is kept to go back if it is damaged; for use within `changing`."""
-        self._journal.sweep()
+        if self.damage_before() is not None:
+            (self.path / BEFORE).unlink(missing_ok=True)
+            self._state.kept, self._state.untidy = set(), False
+        for path in self.leftovers():
+            path.unlink()
 
     def go_back(self) -> None:
         """Make what it was before its last change what it is, for good, if it is damaged."""
-        self._journal.go_back()
-
-
-def new_network(network: Network) -> ContinualNet:
-    """The network that a bundle describes, with random weights and without tasks."""
-    return ContinualNet(build_model(network.model), **network.options)
-
-
-def _require_that_large(model: str, available: int) -> None:
-    """Refuse a network that the file cannot hold, before memory is taken for it."""
-    needed = sum(p.numel() * p.element_size() for p in without_memory(model).parameters() if p.dim() == 4)
-    if needed > available:
-        raise BundleError(f"{available} bytes cannot be the weights of {model}: its convolutions take {needed}")
-
-
-def _about(path: Path, error: ConfituneError) -> ConfituneError:
-    """The error with the file that it is about."""
-    return error if str(path) in str(error) else BundleError(f"{path}: {error}")
+        with alone(self.path):
+            self._state, self.damage = read_state(self.path, TensorFiles(self.path))
+            if self.damage is not None:
+                write_head(self.path / HEAD, self._head)
+                self.damage = None
+                self.sweep()

@@ -1,4 +1,4 @@
-"""One task of a network as a file for another runtime: ONNX, or torch's own exported program (.pt2).
+"""One task of a network or a bundle as a file for another runtime: ONNX, or torch's own exported program (.pt2).
 
 Both files take `images` [batch, channels, height, width], preprocessed as the backbone wants them, and give `logits`
 [batch, classes] for any batch size. What they hold besides the network says how to use it: the task, its classes, the
@@ -11,8 +11,9 @@ import importlib
 import io
 import json
 import logging
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,22 @@ import torch
 from torch import Tensor, nn
 
 from confitune import __version__
+from confitune.deploy.bundle import Bundle
 from confitune.deploy.folding import copied_to_cpu, example_images, folded
+from confitune.deploy.format import BundleError
+from confitune.deploy.held_out import decode_kept
+from confitune.deploy.predictor import Predictor
 from confitune.errors import ConfituneError
 from confitune.files import write_whole
 from confitune.nn import ContinualNet
 from confitune.nn.geometry import Size
-from confitune.tasks import Preprocess
+from confitune.tasks import CROP, Preprocess
 
 METADATA = "metadata.json"  # the file inside a .pt2 that holds what an ONNX file has in its metadata_props
 _TOLERANCE = 1e-4
 _ONNX_LIMIT = 2**31 - 2**20  # bytes: a protocol buffer ends at 2 GB, and the graph needs a little, too
-_CHATTY = ("torch", "onnxscript", "onnx_ir")
+_ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
+_COMPARED = 10  # images
 
 
 def export_onnx(
@@ -40,7 +46,6 @@ def export_onnx(
     path: str | Path,
     *,
     size: int | Size,
-    classes: Sequence[str] | None = None,
     preprocess: Preprocess | None = None,
     opset: int | None = None,
 ) -> None:
@@ -49,14 +54,13 @@ def export_onnx(
     Args:
         path: ends in .onnx; folders are made.
         size: of the images, (height, width) or one number for both.
-        classes: names of the classes (default: the task's own).
         preprocess: how images become network input; its mean, std, resize and crop are written into the metadata.
         opset: version of ONNX's operators (default: torch's choice).
     """
     path = _checked_path(path, ".onnx")
     onnx = _optional("onnx")
     _optional("onnxscript")  # torch's exporter is built on it
-    module, example, metadata = _ready(net, task, size, classes, preprocess)
+    module, example, metadata = _ready(net, task, size, preprocess)
     held = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     if held > _ONNX_LIMIT:
         raise ConfituneError(
@@ -94,7 +98,6 @@ def export_torch(
     path: str | Path,
     *,
     size: int | Size,
-    classes: Sequence[str] | None = None,
     preprocess: Preprocess | None = None,
 ) -> None:
     """Write one task of `net`, folded, as an exported program that `torch.export.load(path).module()` runs.
@@ -104,10 +107,10 @@ def export_torch(
 
     Args:
         path: ends in .pt2; folders are made.
-        size: see `export_onnx`; likewise `classes` and `preprocess`.
+        size: see `export_onnx`; likewise `preprocess`.
     """
     path = _checked_path(path, ".pt2")
-    module, example, metadata = _ready(net, task, size, classes, preprocess)
+    module, example, metadata = _ready(net, task, size, preprocess)
     with _quiet(), _explained("torch.export", net):
         program = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     for node in program.graph.nodes:
@@ -146,6 +149,30 @@ def check_export(path: str | Path, net: ContinualNet, task: str, images: Tensor)
     return largest
 
 
+def export_bundle(path: Path, task: str, to: str = "onnx", out: Path | None = None) -> tuple[Path, float]:
+    """Write one task of the bundle in `path`; gives the file, and its largest difference to the bundle's logits.
+
+    Args:
+        to: 'onnx' or 'torch-export'.
+        out: the file; default: the task's name in the current folder.
+    """
+    if to not in _ENDINGS:
+        raise BundleError(f"cannot export to {to!r}: there are {', '.join(_ENDINGS)}")
+    bundle = Bundle.open(path)
+    predictor = Predictor(bundle, device="cpu")
+    net = predictor.network_for(task)
+    out = out or Path(re.sub(r"[^\w-]+", "_", task) + _ENDINGS[to])
+    write = export_onnx if to == "onnx" else export_torch
+    write(net, task, out, size=bundle.network.size, preprocess=predictor.preprocess)
+    kept = bundle.held_out(task)
+    if kept is not None and len(kept["labels"]):
+        images = torch.stack(decode_kept(kept, task)[:_COMPARED])
+    else:
+        chance = torch.Generator().manual_seed(0)
+        images = torch.randint(0, 256, (_COMPARED, 3, CROP, CROP), dtype=torch.uint8, generator=chance)
+    return out, check_export(out, net, task, predictor.preprocess(images).contiguous())
+
+
 class _Images(nn.Module):
     """Calls the input `images`: an exported program has the names of forward's arguments."""
 
@@ -159,11 +186,7 @@ class _Images(nn.Module):
 
 
 def _ready(
-    net: ContinualNet,
-    task: str,
-    size: int | Size,
-    classes: Sequence[str] | None,
-    preprocess: Preprocess | None,
+    net: ContinualNet, task: str, size: int | Size, preprocess: Preprocess | None
 ) -> tuple[nn.Module, Tensor, dict[str, object]]:
     """The module to export, an example of its input, and the metadata."""
     module = folded(net, task)
@@ -174,14 +197,16 @@ def _ready(
             f"task {task!r} was trained on images of {entry.image_size}, and its recovered means hold for that size "
             f"alone: export it with size={entry.image_size}, not {plane}"
         )
-    names = list(entry.classes if classes is None else classes)
-    if len(names) != len(entry.classes):
-        raise ConfituneError(f"task {task!r} has {len(entry.classes)} classes, and classes= names {len(names)}")
     example = example_images(module.get_submodule("backbone"), plane)
     if example is None or example.dim() != 4:
         name = type(net.backbone).__name__
         raise ConfituneError(f"{name} does not run on images of {plane}: pass the size it was made for")
-    metadata: dict[str, object] = {"confitune": __version__, "task": task, "classes": names, "size": plane}
+    metadata: dict[str, object] = {
+        "confitune": __version__,
+        "task": task,
+        "classes": list(entry.classes),
+        "size": plane,
+    }
     if preprocess is not None:
         metadata |= {key: getattr(preprocess, key) for key in ("mean", "std", "resize", "crop")}
     return _Images(module).eval(), example, metadata
@@ -236,14 +261,11 @@ def _explained(what: str, net: ContinualNet) -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without what exporters print, warn and log on the way; errors are raised as ever."""
-    loggers = [logging.getLogger(name) for name in _CHATTY]
-    levels = [logger.level for logger in loggers]
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(disabled)

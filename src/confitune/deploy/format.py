@@ -1,4 +1,4 @@
-"""What the files of a bundle hold.
+"""What the files of a bundle hold, and what they are called.
 
     bundle.json          the head: network, preprocessing, the backbone's file, how far the index counts
     bundle.before.json   the head before the last change; every file that it needs is still there
@@ -19,18 +19,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import unicodedata
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    TypeAdapter,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_serializer
 
 from confitune.errors import ConfituneError
 from confitune.files import checksum_of
@@ -143,7 +136,7 @@ class Network(_Record):
         return "best" if self.keep_pretrained else "confit"
 
     @model_serializer(mode="wrap")
-    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_defaults(self, handler: Callable[[Network], dict[str, Any]]) -> dict[str, Any]:
         fields = type(self).model_fields
         return {name: value for name, value in handler(self).items() if value != fields[name].default}
 
@@ -159,6 +152,32 @@ class Head(_Record):
     index_chain: Sha256 = Field(description="of the index's lines up to there")
     versions: dict[str, str]
     written: str
+
+
+def check_name(task: str) -> str:
+    """A task's name that is one line of readable text.
+
+    >>> check_name("birds of Samoa")
+    'birds of Samoa'
+    >>> check_name("birds\\n")
+    Traceback (most recent call last):
+    confitune.deploy.format.BundleError: a task's name must be 1 to 100 readable characters: got 'birds\\n'
+    """
+    readable = all(unicodedata.category(c) not in ("Zl", "Zp") and unicodedata.category(c)[0] != "C" for c in task)
+    if not (0 < len(task) <= NAME_LENGTH and readable and task == task.strip()):
+        raise BundleError(f"a task's name must be 1 to {NAME_LENGTH} readable characters: got {task[:200]!r}")
+    return task
+
+
+def file_name(folder: str, stored: StoredFile) -> str:
+    """Of a stored file within the bundle."""
+    return f"{folder}/{stored.sha256}.safetensors"
+
+
+def files_of(record: TaskRecord) -> list[tuple[str, StoredFile]]:
+    """A task's files, each with its folder."""
+    kept = [] if record.held_out is None else [(HELD_OUT, record.held_out)]
+    return [(TASKS, record.file), *kept]
 
 
 def chained(chain: str, lines: Iterable[bytes]) -> str:
@@ -194,7 +213,7 @@ def head_from_bytes(data: bytes, where: str) -> Head:
 
 def event_to_line(event: Event) -> bytes:
     """One line of the index."""
-    return event.model_dump_json(exclude_defaults=False).encode() + b"\n"
+    return event.model_dump_json().encode() + b"\n"
 
 
 def event_from_line(line: bytes, where: str) -> Event:

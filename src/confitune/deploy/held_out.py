@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+from confitune.deploy.bundle import Bundle
 from confitune.deploy.format import BundleError
+from confitune.deploy.predictor import Predictor
+from confitune.engine.seeds import derived_generator
 from confitune.nn import ContinualNet
-from confitune.tasks import CROP, Images, Preprocess, UnreadableImageError, open_rgb
+from confitune.tasks import CROP, Images, Preprocess, Progress, UnreadableImageError, open_rgb
 
+MOST_CHECKED = 100  # tasks with which guesses are measured: a hundred times a hundred passes of held-out images
 _BATCH = 64  # images decoded and tested at once
 _PIXELS = CROP * CROP  # of one image: it was cut when it was kept
 
@@ -68,3 +73,84 @@ def decode_kept(kept: Mapping[str, Tensor], task: str) -> list[Tensor]:
     except (KeyError, TypeError, UnreadableImageError, BundleError) as error:
         raise BundleError(f"the held-out images of task {task!r} are damaged: {error}") from error
     return [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
+
+
+@dataclass(frozen=True)
+class Checks:
+    """In percent of the images kept.
+
+    Attributes:
+        accuracy: by task, the task known.
+        guessed: how many were given to the right task where it is not; None where nothing was kept, or of more than
+            `MOST_CHECKED` tasks.
+        unknown: how many were given to none.
+    """
+
+    accuracy: dict[str, float]
+    guessed: float | None
+    unknown: float
+
+
+def check_tasks(bundle: Bundle, device: str = "auto", progress: Progress | None = None) -> Checks:
+    """Test every task that kept images: its classes, and the guess of the task.
+
+    Args:
+        progress: called as progress(what, done, total).
+    """
+    predictor = Predictor(bundle, device=device)
+    accuracy: dict[str, float] = {}
+    guesses: list[tuple[str, str | None]] = []  # the task of each image, and the one that it is taken for
+    for number, task in enumerate(bundle.tasks, 1):
+        if progress is not None:
+            progress("testing tasks", number, len(bundle.tasks))
+        kept = bundle.held_out(task)
+        if kept is None:
+            continue
+        accuracy[task] = accuracy_on(predictor.network_for(task), task, kept, predictor.preprocess)
+        if len(bundle.tasks) <= MOST_CHECKED:
+            guesses += [(task, found) for found, _ in predictor.guess(torch.stack(decode_kept(kept, task)))]
+    if not guesses:
+        return Checks(accuracy, None, 0.0)
+    right, unknown = sum(task == found for task, found in guesses), sum(found is None for _, found in guesses)
+    return Checks(accuracy, 100.0 * right / len(guesses), 100.0 * unknown / len(guesses))
+
+
+@dataclass(frozen=True)
+class Change:
+    """An earlier task's accuracy on its held-out images, in percent."""
+
+    task: str
+    before: float | None  # when it was last tested
+    after: float
+    images: int
+
+
+def check_earlier(
+    bundle: Bundle, net: ContinualNet, tasks: Sequence[str], preprocess: Preprocess, progress: Progress | None
+) -> tuple[Change, ...]:
+    """What tasks lost or gained by a new one; their states are in the network one at a time."""
+    changes = []
+    for number, task in enumerate(tasks, 1):
+        kept, loaded = bundle.held_out(task), task not in net.tasks
+        assert kept is not None
+        if loaded:
+            bundle.load_task(net, task)
+        after = accuracy_on(net, task, kept, preprocess)
+        changes.append(Change(task, bundle.accuracy.get(task), after, len(kept["labels"])))
+        if loaded:
+            net.drop_task(task)
+        if progress is not None:
+            progress("testing earlier tasks", number, len(tasks))
+    return tuple(changes)
+
+
+def some_of(tasks: Sequence[str], most: int, seed: int, number: int) -> list[str]:
+    """All of the tasks, or `most` at random, others for every number; in their order.
+
+    >>> some_of(["birds", "trees"], 2, 0, 7), len(some_of([str(n) for n in range(100)], 5, 0, 7))
+    (['birds', 'trees'], 5)
+    """
+    if len(tasks) <= most:
+        return list(tasks)
+    order = torch.randperm(len(tasks), generator=derived_generator(seed, "check", number))
+    return [tasks[place] for place in order[:most].sort().values.tolist()]

@@ -13,11 +13,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from confitune.deploy.bundle import Bundle
-from confitune.deploy.earlier import Change, check_earlier, some_of
 from confitune.deploy.fitting import measure_fit
-from confitune.deploy.format import BundleError, Network, TaskRecord
-from confitune.deploy.held_out import accuracy_on, keep_some
-from confitune.deploy.layout import check_name
+from confitune.deploy.format import BundleError, Network, TaskRecord, check_name
+from confitune.deploy.held_out import Change, accuracy_on, check_earlier, keep_some, some_of
+from confitune.deploy.loading import new_network
 from confitune.engine import Executor, Listener, TaskFit, TrainSettings, evaluate
 from confitune.methods import METHODS, Method
 from confitune.nn import ContinualNet, create_backbone
@@ -96,8 +95,7 @@ def learn(
     else:
         opened, net = _new_bundle(bundle, settings)
     with opened.changing():
-        if task in opened.tasks:
-            raise BundleError(f"{bundle} has a task {task!r} already; choose another name, or remove it first")
+        opened.require_new(task)
         if net is None or Bundle.exists(bundle):  # it may have been made meanwhile
             net = opened.load_network([opened.last_task])  # the new one starts from its batch norm
         network, method = opened.network, METHODS[opened.network.method]
@@ -172,7 +170,7 @@ def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualN
         weights=backbone.weights,
         weights_sha256=backbone.weights_sha256,
     )
-    return Bundle(path, network), ContinualNet(backbone.module, **network.options)
+    return Bundle(path, network), new_network(network, backbone.module)
 
 
 def _require_same_network(bundle: Bundle, settings: LearnSettings) -> None:

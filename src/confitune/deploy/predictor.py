@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import io
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +20,19 @@ from confitune.deploy.fitting import Fit, layers_of, logits_and_distances
 from confitune.deploy.format import BundleError
 from confitune.engine import TrainSettings
 from confitune.nn import ContinualNet
-from confitune.tasks import DataError, Pipeline, Preprocess, UnreadableImageError, open_rgb
+from confitune.tasks import (
+    DataError,
+    DataMissingError,
+    Pipeline,
+    Preprocess,
+    UnreadableImageError,
+    is_image_name,
+    open_rgb,
+)
 
 MOST_PIXELS = 50_000_000  # of an image to predict: 7,000 pixels square
-READY = 256  # tasks kept in memory
 MOST_GUESSED = 1000  # tasks that a guess may be among: each takes a forward pass
-UNKNOWN_ABOVE = 2.0  # deviations: a few in a hundred of a task's own images are above it
+_BATCH = 32  # files
 
 
 @dataclass(frozen=True)
@@ -52,12 +61,11 @@ class Predictor:
         bundle: opened; what is added to it later is not seen.
         device: 'auto', 'cpu', 'cuda', ...
         ready: how many tasks are kept in memory; others are read when they are asked for.
-        unknown_above: an image whose misfit to its best task is larger is of none; infinite: always guess one.
+        unknown_above: an image whose misfit to its best task is larger is of none; infinite: always guess one. A few in
+            a hundred of a task's own images are above two deviations, the default.
     """
 
-    def __init__(
-        self, bundle: Bundle, *, device: str = "auto", ready: int = READY, unknown_above: float = UNKNOWN_ABOVE
-    ) -> None:
+    def __init__(self, bundle: Bundle, *, device: str = "auto", ready: int = 256, unknown_above: float = 2.0) -> None:
         if ready < 1:
             raise BundleError(f"at least one task must be kept ready, got {ready}")
         self.bundle, self.name = bundle, bundle.path.name
@@ -79,29 +87,22 @@ class Predictor:
         self._channels = [norm.num_features for norm in layers_of(self._net)]
 
     @classmethod
-    def from_bundle(
-        cls,
-        path: Path | str,
-        *,
-        device: str = "auto",
-        ready: int = READY,
-        unknown_above: float = UNKNOWN_ABOVE,
-    ) -> Predictor:
-        """The predictor of the bundle in a folder."""
+    def from_bundle(cls, path: Path | str, **options: Any) -> Predictor:
+        """The predictor of the bundle in a folder; options are those of the class."""
         bundle = Bundle.open(path)
         try:
-            return cls(bundle, device=device, ready=ready, unknown_above=unknown_above)
+            return cls(bundle, **options)
         except BundleError:
             newer = Bundle.open(path)
             if newer.lineage == bundle.lineage:
                 raise
             # Two tasks were learned in between, and the backbone before them is gone.
-            return cls(newer, device=device, ready=ready, unknown_above=unknown_above)
+            return cls(newer, **options)
 
     def decode(self, source: bytes | Path, name: str = "image") -> Tensor:
         """An image's pixels [3, 224, 224] as bytes; one that cannot be read raises `UnreadableImageError`."""
-        file: Path | IO[bytes] = source if isinstance(source, Path) else io.BytesIO(source)
         name = str(source) if isinstance(source, Path) else name
+        file = source if isinstance(source, Path) else io.BytesIO(source)
         image = open_rgb(file, name=name, most_pixels=MOST_PIXELS)
         try:
             return torch.from_numpy(self._pipeline(image))
@@ -111,28 +112,21 @@ class Predictor:
     @torch.no_grad()
     def logits(self, pixels: Tensor, tasks: Sequence[str]) -> list[Tensor]:
         """Logits of image n under `tasks[n]`; images of different tasks go through the network together."""
-        if len(pixels) != len(tasks):
-            raise DataError(f"{len(pixels)} images and {len(tasks)} tasks: give one task for each image")
-        if not tasks:
-            return []
-        wanted = list(dict.fromkeys(tasks))
-        if len(wanted) > self.ready:  # more than are kept: in parts
-            half = len(wanted) // 2
-            parts = [set(wanted[:half]), set(wanted[half:])]
-            found: list[Tensor] = [torch.empty(0)] * len(tasks)
-            for part in parts:
-                mine = [n for n, task in enumerate(tasks) if task in part]
-                for n, logits in zip(mine, self.logits(pixels[mine], [tasks[n] for n in mine]), strict=True):
-                    found[n] = logits
-            return found
-        self._make_ready(wanted)
-        x = self.preprocess(pixels.to(self.device))
-        if len(wanted) == 1:
-            return list(self._net(x, wanted[0]).float().cpu())
-        place = {name: n for n, name in enumerate(self._net.tasks)}
-        index = torch.tensor([place[task] for task in tasks], device=self.device)
-        rows = self._net(x, index).float().cpu()
-        return [row[: len(self.tasks[task].classes)] for row, task in zip(rows, tasks, strict=True)]
+        _require_one_each(pixels, tasks)
+        wanted, found = list(dict.fromkeys(tasks)), [torch.empty(0)] * len(tasks)
+        for first in range(0, len(wanted), self.ready):  # in parts, where there are more than are kept
+            part = wanted[first : first + self.ready]
+            self._make_ready(part)
+            mine = [n for n, task in enumerate(tasks) if task in part]
+            x = self.preprocess(pixels[mine].to(self.device))
+            if len(part) == 1:
+                rows = self._net(x, part[0])
+            else:
+                place = {name: n for n, name in enumerate(self._net.tasks)}
+                rows = self._net(x, torch.tensor([place[tasks[n]] for n in mine], device=self.device))
+            for n, row in zip(mine, rows.float().cpu(), strict=True):
+                found[n] = row[: len(self.tasks[tasks[n]].classes)]
+        return found
 
     def predict(
         self, pixels: Tensor, tasks: Sequence[str | None], top: int = 5, among: Sequence[str] | None = None
@@ -145,8 +139,7 @@ class Predictor:
             top: so many classes, best first.
             among: the tasks that a guess may be one of; default: all.
         """
-        if len(pixels) != len(tasks):
-            raise DataError(f"{len(pixels)} images and {len(tasks)} tasks: give one task for each image, or None")
+        _require_one_each(pixels, tasks)
         for task in tasks:
             if task is not None:
                 self.bundle.record(task)
@@ -155,12 +148,14 @@ class Predictor:
         chosen = [guessed[n][0] if n in guessed else task for n, task in enumerate(tasks)]
         known = [n for n, task in enumerate(chosen) if task is not None]
         logits = dict(zip(known, self.logits(pixels[known], [str(chosen[n]) for n in known]), strict=True))
-        answers = []
-        for n, task in enumerate(chosen):
-            confidence = guessed[n][1] if n in guessed else None
-            classes = self._best(logits[n], task, top) if task is not None else ()
-            answers.append(Prediction(task, confidence, classes))
-        return answers
+        return [
+            Prediction(
+                task,
+                guessed[n][1] if n in guessed else None,
+                () if task is None else self._best(logits[n], task, top),
+            )
+            for n, task in enumerate(chosen)
+        ]
 
     @torch.no_grad()
     def guess(self, pixels: Tensor, among: Sequence[str] | None = None) -> list[tuple[str | None, float]]:
@@ -174,12 +169,12 @@ class Predictor:
             among: the tasks that it may be one of; default: all of the bundle.
         """
         names = list(self.tasks) if among is None else list(dict.fromkeys(among))
-        for name in names if among is not None else ():
-            self.bundle.record(name)
         if not names:
             raise BundleError(f"{self.bundle.path} has no task yet" if among is None else "a guess among no tasks")
         if len(names) > MOST_GUESSED:
             raise BundleError(too_many_to_guess(len(names)))
+        for name in names:
+            self.bundle.record(name)
         x = self.preprocess(pixels.to(self.device))
         scores, misfits = [], []
         for task in names:
@@ -227,3 +222,49 @@ def too_many_to_guess(tasks: int) -> str:
         f"a guess among {tasks:,} tasks would take as many forward passes, more than {MOST_GUESSED:,}: name the task, "
         "or fewer to guess among"
     )
+
+
+def _require_one_each(pixels: Tensor, tasks: Sequence[str | None]) -> None:
+    if len(pixels) != len(tasks):
+        raise DataError(f"{len(pixels)} images and {len(tasks)} tasks: give one task for each image, or None")
+
+
+def image_files(given: Sequence[str]) -> list[Path]:
+    """Every file once, in the order given; folders with everything below them, patterns such as 'new/*.jpg' as well."""
+    found: list[Path] = []
+    for text in given:
+        path = Path(text)
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if is_image_name(p.name) and p.is_file())
+            if not inside:
+                raise DataMissingError(f"the folder {path} holds no images")
+            found += inside
+        elif path.exists():
+            found.append(path)
+        else:
+            matches = sorted(match for match in map(Path, glob.glob(text, recursive=True)) if match.is_file())
+            if not matches:
+                raise DataMissingError(f"there is no image {text}")
+            found += matches
+    return list(dict.fromkeys(found))
+
+
+def predict_files(
+    predictor: Predictor, files: Sequence[Path], task: str | None, top: int, among: Sequence[str] | None = None
+) -> Iterator[tuple[Path, Prediction | DataError]]:
+    """Each file with its answer, or with what is wrong with it; decoded by all cores, a batch at a time."""
+
+    def decoded(file: Path) -> Tensor | DataError:
+        try:
+            return predictor.decode(file)
+        except DataError as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        for first in range(0, len(files), _BATCH):
+            batch = files[first : first + _BATCH]
+            pixels = list(pool.map(decoded, batch))
+            good = [image for image in pixels if isinstance(image, Tensor)]
+            answers = iter(predictor.predict(torch.stack(good), [task] * len(good), top, among) if good else ())
+            for file, image in zip(batch, pixels, strict=True):
+                yield file, next(answers) if isinstance(image, Tensor) else image

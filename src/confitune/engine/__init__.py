@@ -10,8 +10,8 @@ from confitune.engine.parallel import Turns
 from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
 from confitune.engine.result import RunResult, TaskEntry, command_line, has_checksum, versions
 from confitune.engine.run import SequenceRun, network_sha256
-from confitune.engine.settings import TrainOptions, TrainSettings
 from confitune.engine.training import DivergedError, TaskFit, fit, steps_of
+from confitune.settings import TrainSettings
 
 __all__ = [
     "BEFORE",
@@ -28,7 +28,6 @@ __all__ = [
     "TaskEntry",
     "TaskFit",
     "TensorBoardLog",
-    "TrainOptions",
     "TrainSettings",
     "Turns",
     "batches",

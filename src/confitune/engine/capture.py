@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from confitune.engine.events import Listener
-from confitune.engine.settings import TrainSettings
 from confitune.nn import ContinualNet
+from confitune.settings import TrainSettings
 
 # The first step of a kind is plain Python, which settles sizes; the second may be compiled; both let libraries choose
 # their algorithms. The third is captured.

@@ -106,7 +106,7 @@ def require_same_config(found: dict[str, Any], wanted: dict[str, Any], path: Pat
     """Refuse to mix runs of different configurations in one folder."""
     differing = sorted(key for key in {*found, *wanted} if not _same(found.get(key), wanted.get(key)))
     if differing:
-        shown = "; ".join(f"{key} was {_short(found.get(key))}, now {_short(wanted.get(key))}" for key in differing)
+        shown = "; ".join(f"{key} was {_said(found, key)}, now {_said(wanted, key)}" for key in differing)
         raise ConfituneError(f"{path} was made with another configuration ({shown}); choose another --out folder")
 
 
@@ -115,6 +115,10 @@ def _same(found: object, wanted: object) -> bool:
         return bool(found == wanted)
     except (RuntimeError, RecursionError):  # tensors, or lists in lists without end: no configuration
         return False
+
+
+def _said(config: dict[str, Any], key: str) -> str:
+    return _short(config[key]) if key in config else "not set"
 
 
 def _short(value: object) -> str:

@@ -10,9 +10,9 @@ from torch import Tensor
 from confitune.engine.events import Listener
 from confitune.engine.feed import batches
 from confitune.engine.readings import Moment
-from confitune.engine.settings import TrainSettings
 from confitune.engine.step import count_right
 from confitune.nn import ContinualNet
+from confitune.settings import TrainSettings
 from confitune.tasks import Images, Task
 
 

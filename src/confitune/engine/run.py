@@ -18,11 +18,11 @@ from confitune.engine.checkpoint import Checkpoint
 from confitune.engine.evaluation import evaluate_all, evaluate_groups
 from confitune.engine.events import EpochEnd, Listener, Listeners
 from confitune.engine.result import RunResult, command_line, device_name, summary_of, versions
-from confitune.engine.settings import TrainSettings
 from confitune.engine.training import TaskFit
 from confitune.errors import ConfituneError
 from confitune.methods import Method
 from confitune.nn import ContinualNet, state_sha256
+from confitune.settings import TrainSettings
 from confitune.tasks import Task, TaskSequence
 
 

@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy, pad
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 
-from confitune.engine.settings import TrainSettings
 from confitune.methods import Method, Step
 from confitune.nn import ContinualNet
+from confitune.settings import TrainSettings
 from confitune.tasks import Task
 
 Groups = tuple[tuple[int, int], ...]

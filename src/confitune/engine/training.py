@@ -16,11 +16,12 @@ from confitune.engine.capture import Executor
 from confitune.engine.events import EpochEnd, Listener
 from confitune.engine.feed import batches, place_task, to_device
 from confitune.engine.readings import EpochReadings
-from confitune.engine.settings import TrainSettings, derived_generator, derived_seed
+from confitune.engine.seeds import derived_generator, derived_seed
 from confitune.engine.step import TrainStep, draw_noise
 from confitune.errors import ConfituneError
 from confitune.methods import Method, Stage, create_method
 from confitune.nn import ContinualNet
+from confitune.settings import TrainSettings
 from confitune.tasks import Task
 
 _AT_ONCE = 256  # images whose features are taken
@@ -300,6 +301,11 @@ class TaskFit:
         return batches(self.task.train, self.batch_size, self.device, order)
 
     # ---- what methods may use, see `TaskContext` -------------------------------------------------------------------
+
+    @property
+    def epochs(self) -> int:
+        """That the task is trained for."""
+        return self.settings.epochs
 
     @property
     def images(self) -> int:

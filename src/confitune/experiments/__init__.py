@@ -1,32 +1,35 @@
 """Recipe -> runs -> summary and pictures."""
 
-from confitune.experiments.comparison import comparison_page
-from confitune.experiments.doctor import Examination, Finding, examine
+from confitune.experiments.doctor import examine
 from confitune.experiments.job import run_folder
-from confitune.experiments.method_tables import method_page, methods_table
-from confitune.experiments.methods import MethodReport, OptionReport, report_method, report_methods
-from confitune.experiments.models import ModelReport, matching_models, report_model
+from confitune.experiments.methods import (
+    method_options,
+    method_page,
+    methods_table,
+    report_method,
+    report_methods,
+)
+from confitune.experiments.models import matching_models, report_model
 from confitune.experiments.place import Place, open_place
-from confitune.experiments.recipe import Recipe, make_recipe, merge_options
-from confitune.experiments.recipe_file import read_recipe
+from confitune.experiments.recipe import Recipe, make_recipe, merge_settings, read_recipe
 from confitune.experiments.report import write_report
 from confitune.experiments.reproduce import Scope, read_scope, reproduce
 from confitune.experiments.runner import run_recipe
-from confitune.experiments.search import Point, Search, plan_search, winner
-from confitune.experiments.summary import collect_results, draw_pictures, summary_table, write_summary
+from confitune.experiments.search import Point, plan_search, winner
+from confitune.experiments.summary import (
+    collect_results,
+    comparison_page,
+    draw_pictures,
+    summary_table,
+    write_summary,
+)
 from confitune.experiments.tune import edge_note, run_search, search_table
 
 __all__ = [
-    "Examination",
-    "Finding",
-    "MethodReport",
-    "ModelReport",
-    "OptionReport",
     "Place",
     "Point",
     "Recipe",
     "Scope",
-    "Search",
     "collect_results",
     "comparison_page",
     "draw_pictures",
@@ -34,7 +37,8 @@ __all__ = [
     "examine",
     "make_recipe",
     "matching_models",
-    "merge_options",
+    "merge_settings",
+    "method_options",
     "method_page",
     "methods_table",
     "open_place",

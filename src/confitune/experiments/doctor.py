@@ -12,8 +12,8 @@ from confitune.deploy.held_out import decode_kept
 from confitune.engine import BEFORE, CHECKPOINT, RunResult, has_checksum
 from confitune.errors import ConfituneError
 from confitune.experiments.job import LOCK, RESULT
-from confitune.files import DamagedFileError, read_sealed
-from confitune.tasks import damaged_stores, is_free, store_leftovers, stores_in
+from confitune.files import DamagedFileError, is_free, read_sealed
+from confitune.tasks import damaged_stores, store_leftovers, stores_in
 
 
 @dataclass(frozen=True)

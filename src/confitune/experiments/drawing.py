@@ -1,4 +1,4 @@
-"""What all pictures have in common: colours, axes, headings, and how a picture is written.
+"""What all pictures have in common: colours, axes, headings, how a picture is written; and plain line plots.
 
 Figures are built without pyplot, so nothing is shared between calls and no display is needed. Colours are those of
 Okabe and Ito, which stay apart for colour-blind readers.
@@ -7,19 +7,26 @@ Okabe and Ito, which stay apart for colour-blind readers.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from confitune.files import write_whole
+from confitune.metrics import mean_and_interval
 
 PIXELS_PER_INCH = 200
 INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINE_STYLES = ("-", "--", ":")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LARGEST_NUMBERED_MATRIX = 12
+
+Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]  # name -> x and y
 
 
 def plain_axes(axes: Axes, tasks: int, *, levels: int) -> None:
@@ -57,3 +64,104 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
         target,
         lambda out: figure.savefig(out, format="png", dpi=PIXELS_PER_INCH, facecolor="white", metadata=metadata),
     )
+
+
+def draw_panels(
+    panels: Mapping[str, Lines],
+    path: Path,
+    *,
+    title: str,
+    x: str,
+    y: Mapping[str, str],
+    scale: str = "linear",
+) -> None:
+    """Line plots side by side, one legend.
+
+    Args:
+        panels: heading -> lines.
+        x: what the horizontal axis shows.
+        y: heading -> what the vertical axis shows.
+        scale: of the vertical axes; 'symlog' is logarithmic with a place for 0.
+    """
+    figure = Figure(figsize=(max(4.6 * len(panels), 5.2), 3.9), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11, fontweight="bold")
+    for axes, (heading, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        _panel(axes, lines, heading, x, y[heading], scale)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if len(labels) > 1:
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    save_figure(figure, path)
+
+
+def _panel(axes: Axes, lines: Lines, heading: str, x: str, y: str, scale: str) -> None:
+    for place, (name, (across, up)) in enumerate(lines.items()):
+        style, marker = LINE_STYLES[place // len(COLOURS) % len(LINE_STYLES)], MARKERS[place % len(MARKERS)]
+        colour = COLOURS[place % len(COLOURS)]
+        axes.plot(across, up, style, color=colour, label=name, linewidth=1.4, marker=marker, markersize=4)
+    axes.set_title(heading, loc="left", color=INK, fontsize=9)
+    axes.set_xlabel(x, color=MUTED, fontsize=8)
+    axes.set_ylabel(y, color=MUTED, fontsize=8)
+    axes.tick_params(labelsize=8, color=GRID, labelcolor=MUTED)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_yscale(scale, **({"linthresh": 1000} if scale == "symlog" else {}))
+    if all(float(value).is_integer() for across, _ in lines.values() for value in across):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def search_figure(
+    points: Mapping[Any, tuple[Sequence[float], Sequence[float]]], *, title: str, option: str, best: object
+) -> Figure:
+    """Accuracy and forgetting over the values of an option: mean and 95% interval over seeds, the best value marked.
+
+    Args:
+        points: value -> accuracies and forgettings by seed, percent; both empty where training failed.
+        title: heading of the picture.
+        option: name of the axis.
+        best: the value that won.
+    """
+    figure = Figure(figsize=(6.4, 4.8), layout="constrained")
+    heading(figure, title)
+    panels = figure.subplots(2, 1, sharex=True)
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in points)
+    places = {value: float(value) if numbers else float(place) for place, value in enumerate(points)}
+    measured = {value: seeds for value, seeds in points.items() if seeds[0]}
+    failed = [value for value in points if value not in measured]
+    for index, (axes, name) in enumerate(zip(panels, ("accuracy (%)", "forgetting (%)"), strict=True)):
+        plain_axes(axes, 1, levels=5)
+        mean, half_width = np.array([mean_and_interval(seeds[index])[:2] for seeds in measured.values()]).T
+        x = [places[value] for value in measured]
+        line = "-" if numbers else ""  # words have no order
+        axes.errorbar(x, mean, np.nan_to_num(half_width), color=COLOURS[index], fmt=f"o{line}", linewidth=2, capsize=3)
+        axes.axvline(places[best], color=MUTED, linestyle=":", linewidth=1.2, zorder=1)
+        for value in failed:
+            axes.plot(places[value], 0.04, "x", color=MUTED, transform=axes.get_xaxis_transform())
+        axes.set_ylabel(name, color=INK, fontsize=9)
+    if numbers:
+        _scale_of_values(panels[-1], list(places.values()))
+    labels = [f"{value:g}" if numbers else str(value) for value in points]
+    panels[-1].set_xticks(list(places.values()), labels=labels)
+    panels[-1].minorticks_off()
+    panels[-1].set_xlabel(option, color=INK, fontsize=9)
+    _mark(panels[0], places[best], 1.02, "best")
+    for value in failed:
+        _mark(panels[0], places[value], 0.08, "failed")
+    return figure
+
+
+def _mark(axes: Axes, x: float, height: float, text: str) -> None:
+    """A word above a value, at a share of the axes' height."""
+    where = axes.get_xaxis_transform()
+    axes.text(x, height, text, transform=where, color=MUTED, fontsize=8, ha="center", va="bottom")
+
+
+def _scale_of_values(axes: Axes, values: Sequence[float]) -> None:
+    """Logarithmic where the values span more than 30 times, with room for 0 where it is one of them."""
+    positive = [value for value in values if value > 0]
+    if not positive or max(positive) <= 30 * min(positive) or min(values) < 0:
+        return
+    if len(positive) == len(values):
+        axes.set_xscale("log")
+    else:
+        axes.set_xscale("symlog", linthresh=min(positive))

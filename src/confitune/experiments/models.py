@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass
+from typing import get_args
 
 from confitune.errors import ConfituneError
-from confitune.nn import ContinualNet, NoBatchNormError, model_names, without_memory
+from confitune.nn import ContinualNet, Head, NoBatchNormError, XconvNorms, model_names, without_memory
+from confitune.nn.geometry import Means
 
 # One or two of each family that people fine-tune; any other name or pattern can be asked for.
 WELL_KNOWN = (
-    "tf_efficientnet_lite0",
-    "resnet18",
-    "resnet34",
-    "resnet50",
-    "resnext50_32x4d",
-    "seresnet50",
-    "regnety_004",
-    "regnety_032",
-    "mobilenetv2_100",
-    "mobilenetv3_large_100",
-    "mobilenetv4_conv_small",
-    "efficientnet_b0",
-    "tf_efficientnetv2_s",
-    "mnasnet_100",
-    "ghostnet_100",
-    "densenet121",
-    "vgg11_bn",
-    "dla34",
-    "hrnet_w18_small",
-    "res2net50_26w_4s",
-    "inception_v3",
-    "repvgg_a0",
-    "cspdarknet53",
-    "torchvision:resnet18",
-    "torchvision:shufflenet_v2_x1_0",
-    "torchvision:googlenet",
+    *("tf_efficientnet_lite0", "resnet18", "resnet34", "resnet50", "resnext50_32x4d", "seresnet50", "regnety_004"),
+    *("regnety_032", "mobilenetv2_100", "mobilenetv3_large_100", "mobilenetv4_conv_small", "efficientnet_b0"),
+    *("tf_efficientnetv2_s", "mnasnet_100", "ghostnet_100", "densenet121", "vgg11_bn", "dla34", "hrnet_w18_small"),
+    *("res2net50_26w_4s", "inception_v3", "repvgg_a0", "cspdarknet53"),
+    *("torchvision:resnet18", "torchvision:shufflenet_v2_x1_0", "torchvision:googlenet"),
 )
 
 
@@ -64,16 +45,16 @@ def report_model(name: str) -> ModelReport:
     """Convert a network without weights, on the meta device: nothing is computed or downloaded."""
     try:
         numbers = {}
-        for means in ("phase", "window"):
+        for means in get_args(Means):
             model = without_memory(name)
-            net = ContinualNet(model, means=means)  # type: ignore[arg-type]
+            norms = XconvNorms(means)
+            net = ContinualNet(model, [norms, Head()])
             numbers[means] = net.numbers_per_task
-        assert net.conversion is not None
         return ModelReport(
             name=name,
             parameters=sum(p.numel() for p in net.backbone.parameters()),
-            norms=len(net.conversion.layers),
-            recovered=len(net.conversion.pairs),
+            norms=len(norms.pairs) + len(norms.fallbacks),
+            recovered=len(norms.pairs),
             phase_numbers=numbers["phase"],
             window_numbers=numbers["window"],
         )

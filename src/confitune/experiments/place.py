@@ -1,19 +1,20 @@
-"""Where runs are done: on this machine, or on a Ray cluster."""
+"""Where runs are done: on this machine, or elsewhere.
+
+A place is a `Place`; one that is to be chosen with --on is opened by `open_place`, and nothing else knows it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Protocol
 
 from rich.console import Console
 
-from confitune.engine import RunResult
+from confitune.engine import LiveProgress, RunResult, decoding_bar, progress_board
 from confitune.errors import ConfituneError
-from confitune.experiments.job import Job
-from confitune.experiments.local import LocalPlace
+from confitune.experiments.job import Job, Loaded, TrainingError, groups_of, side_by_side
 from confitune.experiments.recipe import Recipe
-from confitune.ranks import Ranks
 
 
 class Place(Protocol):
@@ -22,10 +23,6 @@ class Place(Protocol):
     @property
     def console(self) -> Console:
         """Where progress is shown."""
-
-    @property
-    def writes(self) -> bool:
-        """Whether this process writes what runs have in common; of several that do a run together, one does."""
 
     @property
     def at_once(self) -> int | None:
@@ -44,6 +41,49 @@ class Place(Protocol):
         """
 
 
+class LocalPlace:
+    """This machine: one run after the other, or several seeds of a method at once.
+
+    Args:
+        parallel_seeds: how many seeds of a method run at once on the device; each gives what it gives alone.
+    """
+
+    def __init__(self, console: Console | None = None, parallel_seeds: int = 1) -> None:
+        self.console = console or Console(quiet=True)
+        self.at_once = parallel_seeds
+
+    def settled(self, recipe: Recipe) -> Recipe:
+        """As it is: the device is this process's to choose."""
+        return recipe
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """Nothing yet: runs begin when their results are asked for."""
+
+    def results(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, RunResult | ConfituneError]]:
+        """Do the jobs, which must be of one recipe."""
+        if not jobs:
+            return
+        with decoding_bar(self.console) as bar:
+            loaded = Loaded.of(jobs[0], bar)
+        for group in groups_of(jobs, self.at_once):
+            try:
+                yield from zip(group, self._side_by_side(group, loaded), strict=True)
+            except TrainingError as error:
+                yield from ((job, error) for job in group)
+
+    def _side_by_side(self, group: Sequence[Job], loaded: Loaded) -> list[RunResult]:
+        with ExitStack() as stack:
+            several = len(group) > 1 and self.console.is_terminal
+            board = stack.enter_context(progress_board(self.console)) if several else None
+            return side_by_side(
+                group, loaded, lambda job: closing(LiveProgress(self.console, job.label, board)), _refuse
+            )
+
+
+def _refuse(job: Job) -> None:
+    raise ConfituneError(f"another process is working in {job.folder}; wait for it, or choose another --out folder")
+
+
 @contextmanager
 def open_place(
     on: str = "local",
@@ -52,7 +92,6 @@ def open_place(
     parallel_seeds: int = 1,
     gpus_per_run: float | None = None,
     cpus_per_run: int | None = None,
-    ranks: Ranks | None = None,
 ) -> Iterator[Place]:
     """The place of this name, for as long as the context lasts; runs that are not done then are stopped.
 
@@ -62,18 +101,12 @@ def open_place(
         parallel_seeds: so many seeds of a method share a process, here or on the cluster.
         gpus_per_run: a process's share of GPUs on a cluster, e.g. 0.25; default: 1 where there are GPUs.
         cpus_per_run: its CPUs.
-        ranks: the processes that do each run together, see `confitune.ranks.joined`; all of them open the place.
     """
-    console, ranks = console or Console(quiet=True), ranks or Ranks()
-    if ranks.several and (on != "local" or parallel_seeds > 1):
-        raise ConfituneError(
-            f"{ranks.size} processes do one run at a time together: a cluster, or seeds side by side, need one process "
-            "(no torchrun)"
-        )
+    console = console or Console(quiet=True)
     if on == "local":
         if gpus_per_run is not None or cpus_per_run is not None:
             raise ConfituneError("--gpus-per-run and --cpus-per-run are a run's share of a cluster: add --on ray")
-        yield LocalPlace(console, parallel_seeds, ranks)
+        yield LocalPlace(console, parallel_seeds)
         return
     from confitune.experiments.cluster import ray_place
 

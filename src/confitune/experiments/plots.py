@@ -1,12 +1,11 @@
 """Pictures of accuracy matrices and of how accuracy develops over a task sequence.
 
-Each picture comes twice: `..._figure` builds a matplotlib Figure, `draw_...` writes it as a PNG. Methods take colours
-in the order given.
+Each function builds a matplotlib Figure; `drawing.save_figure` writes it. Methods take colours in the order given.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
@@ -26,40 +25,15 @@ from confitune.experiments.drawing import (
     MUTED,
     heading,
     plain_axes,
-    save_figure,
     task_ticks,
 )
 from confitune.metrics import average_accuracy, average_accuracy_curve, average_forgetting, mean_and_interval
-
-__all__ = [
-    "accuracy_matrix_figure",
-    "curves_figure",
-    "draw_accuracy_matrix",
-    "draw_curves",
-    "draw_overview",
-    "overview_figure",
-]
 
 Array = NDArray[np.floating]
 
 # Without its palest end, so that the lowest accuracy still differs from an empty cell.
 BLUES = ListedColormap(colormaps["Blues"](np.linspace(0.12, 1, 256)))
 PANELS_PER_ROW = 4
-
-
-def draw_accuracy_matrix(matrices: Mapping[str, Array], path: str | os.PathLike[str], *, title: str) -> None:
-    """Write `accuracy_matrix_figure` to `path` as a PNG."""
-    save_figure(accuracy_matrix_figure(matrices, title=title), path)
-
-
-def draw_curves(curves: Mapping[str, Array], path: str | os.PathLike[str], *, title: str) -> None:
-    """Write `curves_figure` to `path` as a PNG."""
-    save_figure(curves_figure(curves, title=title), path)
-
-
-def draw_overview(runs: Mapping[str, Array], path: str | os.PathLike[str], *, title: str) -> None:
-    """Write `overview_figure` to `path` as a PNG, 1800 pixels wide (readable at 900)."""
-    save_figure(overview_figure(runs, title=title), path)
 
 
 def accuracy_matrix_figure(matrices: Mapping[str, Array], *, title: str) -> Figure:
@@ -168,24 +142,16 @@ def _curves(axes: Axes, curves: Mapping[str, Array], height: float) -> None:
     ends: dict[str, float] = {}
     colours = _cycle(COLOURS, len(curves))
     for index, (method, seeds) in enumerate(curves.items()):
-        mean, half_width = np.array([mean_and_interval(column)[:2] for column in np.transpose(seeds)]).T
-        axes.plot(
-            after,
-            mean,
-            color=colours[index],
-            linestyle=LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)],
-            linewidth=2,
-            marker="o",
-            markersize=4.5 if tasks <= LARGEST_NUMBERED_MATRIX else 3,
-            markeredgewidth=0,
-            clip_on=False,
-            zorder=3,
-            label=method,
-        )
+        mean, half = np.array([mean_and_interval(column)[:2] for column in np.transpose(seeds)]).T
+        style, colour = LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)], colours[index]
+        dots: dict[str, Any] = {
+            "marker": "o",
+            "markersize": 4.5 if tasks <= LARGEST_NUMBERED_MATRIX else 3,
+            "markeredgewidth": 0,
+        }
+        axes.plot(after, mean, style, color=colour, linewidth=2, clip_on=False, zorder=3, label=method, **dots)
         if len(seeds) > 1:
-            axes.fill_between(
-                after, mean - half_width, mean + half_width, color=colours[index], alpha=0.12, linewidth=0, zorder=2
-            )
+            axes.fill_between(after, mean - half, mean + half, color=colour, alpha=0.12, linewidth=0, zorder=2)
         ends[method] = float(mean[-1])
     _label_ends(axes, ends, tasks, gap=0.19 / height * (100 - lowest))
     axes.set_xlabel("tasks learned", color=INK, fontsize=9)
@@ -198,16 +164,9 @@ def _label_ends(axes: Axes, ends: Mapping[str, float], tasks: int, gap: float) -
     offset = max(0.03 * (tasks - 1), 0.03)
     colours = dict(zip(ends, _cycle(COLOURS, len(ends)), strict=True))
     for name, position in zip(names, positions, strict=True):
-        axes.annotate(
-            f"{name}  {_number(ends[name])}",
-            xy=(tasks, ends[name]),
-            xytext=(tasks + 2 * offset, position),
-            color=colours[name],
-            fontsize=8.5,
-            fontweight="bold",
-            va="center",
-            annotation_clip=False,
-        )
+        text, there = f"{name}  {_number(ends[name])}", (tasks + 2 * offset, position)
+        look: dict[str, Any] = {"color": colours[name], "fontsize": 8.5, "fontweight": "bold", "va": "center"}
+        axes.annotate(text, xy=(tasks, ends[name]), xytext=there, annotation_clip=False, **look)
 
 
 def _learned_and_left(axes: Axes, method: str, seeds: Array, colour: str) -> None:
@@ -215,21 +174,9 @@ def _learned_and_left(axes: Axes, method: str, seeds: Array, colour: str) -> Non
     task = np.arange(1, len(learned) + 1)
     plain_axes(axes, len(learned), levels=3)
     axes.vlines(task, left, learned, color=colour, alpha=0.35, linewidth=4, zorder=2)
-    axes.plot(
-        task,
-        learned,
-        "o",
-        color=colour,
-        markerfacecolor="white",
-        markersize=5.5,
-        markeredgewidth=1.2,
-        clip_on=False,
-        zorder=3,
-        label="when learned",
-    )
-    axes.plot(
-        task, left, "o", color=colour, markersize=5.5, markeredgewidth=1.2, clip_on=False, zorder=4, label="at the end"
-    )
+    dots: dict[str, Any] = {"color": colour, "markersize": 5.5, "markeredgewidth": 1.2, "clip_on": False}
+    axes.plot(task, learned, "o", markerfacecolor="white", zorder=3, label="when learned", **dots)
+    axes.plot(task, left, "o", zorder=4, label="at the end", **dots)
     axes.set_title(method, loc="left", color=colour, fontsize=9, fontweight="bold", pad=5)
     axes.set_title(_summary(seeds), loc="right", color=MUTED, fontsize=8, pad=5)
 

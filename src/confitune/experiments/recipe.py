@@ -1,63 +1,42 @@
-"""A recipe: which methods, on which tasks, with which network and settings."""
+"""A recipe: which methods, on which tasks, with which network and settings; and the YAML file that holds one.
+
+What a few lines of YAML can stand for has no bound: aliases that refer to one another double with every line. Recipes
+need none, nor deep nesting, so both are refused before anything is built.
+"""
 
 from __future__ import annotations
 
 import difflib
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import yaml
 from pydantic import Field, ValidationError, field_validator
 
-from confitune.engine import TrainOptions, TrainSettings
 from confitune.errors import ConfituneError
+from confitune.experiments.identity import DEFAULTS, shortened
+from confitune.experiments.methods import XCONV, defaults_of, method_options, options_of, options_set
 from confitune.experiments.paper import chosen_options
-from confitune.experiments.recipe_file import parse_yaml
-from confitune.methods import METHODS, PENALTIES, Method, create_method
+from confitune.methods import METHODS, Method, create_method, method_classes
+from confitune.settings import DataSettings, NetworkSettings, TrainSettings
 from confitune.tasks import Progress, TaskSequence, dataset_info, dataset_parts, load_tasks
 
+MOST_BYTES = 2**16  # a recipe has a few hundred
+MOST_DEEP = 20
+MOST_LONG = 2000  # characters of one value: Python does not print numbers of more than 4,300 digits
 
-class Recipe(TrainOptions):
+Options = dict[str, dict[str, Any]]  # of methods, by part: {"ewc": {"strength": 3000}}
+
+
+class Recipe(DataSettings, NetworkSettings, TrainSettings):
     """One experiment. What is left out takes the default of the dataset (of several: the first), or the paper's."""
 
-    dataset: str = Field(
-        "photos",
-        description="photos, digits, flowers102, cifar100, cub200, caltech101 or folder:PATH; tasks of several: "
-        "photos:1-2+digits:1+photos:3-5",
-    )
     methods: tuple[str, ...] = Field(("finetune", "confit"), min_length=1, description="methods to compare")
-    model: str = Field("tf_efficientnet_lite0", description="a timm or torchvision name")
-    weights: str | None = Field(None, description="a .safetensors or .pth file, or 'none'; default: the published ones")
-    data_dir: Path | None = Field(None, description="folder that holds the datasets")
-    cache_dir: Path | None = Field(None, description="folder for decoded images")
-    order_seed: int = Field(
-        0, ge=0, lt=2**63, description="of the order of classes, and so of what makes a task (paper: 0)"
-    )
-    tasks: int | None = Field(None, ge=1, description="only the first so many tasks, of all parts together")
-    classes_per_task: int | None = Field(None, ge=2, description="in every part; default: the dataset's")
-    held_out: float | None = Field(
-        None, gt=0, lt=1, description="test on this share of the training images instead, to choose options by"
-    )
     seeds: int = Field(1, ge=1, le=10_000, description="how many runs of each method, with seeds 0, 1, ...")
-    pipeline: Literal["clean", "published"] = Field("clean", description="'published': what the paper's code fed")
-    means: Literal["window", "phase"] = Field("window", description="input means of Xconv BN (the paper's: phase)")
-    statistics: Literal["running", "pass"] = Field(
-        "running", description="when they are measured (the paper's: running)"
-    )
-    variance: Literal["stored", "ratio"] = Field(
-        "stored", description="of earlier tasks: as it was (the paper's), or times what later tasks did to variances"
-    )
-    follow: Literal["weights", "images"] = Field(
-        "weights",
-        description="what moments of earlier tasks follow: weights (the paper's), or later tasks' images, too",
-    )
-    rank: int | None = Field(None, ge=1, description="of what is kept of window means; default: all of them")
-    options: dict[str, dict[str, Any]] = Field(
+    options: Options = Field(
         default_factory=dict, description="of methods, by part: {ewc: {strength: 3000}}; default: the paper's"
     )
-    epochs: int | None = Field(None, ge=1, description="a task; default: the method's or the dataset's")
-    batch_size: int | None = Field(None, ge=2, description="default: the dataset's")
 
     @field_validator("methods", mode="before")
     @classmethod
@@ -65,132 +44,148 @@ class Recipe(TrainOptions):
         """`methods: confit` means a list of one."""
         return [value] if isinstance(value, str) else value
 
-    @field_validator("dataset", "model", "weights", "device", "data_dir", "cache_dir")
-    @classmethod
-    def _readable(cls, value: Any) -> Any:
-        """What no file can be called is said here, not where it would be opened."""
-        if value is not None:
-            os.fsencode(str(value))
-            if "\0" in str(value):
-                raise ValueError("it has a character of code 0, which no name has")
-        return value
+    @property
+    def run_seeds(self) -> range:
+        """The seed of each run of a method."""
+        return range(self.seed, self.seed + self.seeds)
 
     def method(self, name: str) -> Method:
         """A method with this recipe's options; where it has none, with the paper's for the (first) dataset."""
         known = chosen_options(dataset_parts(self.dataset)[0].dataset)
-        parts = {*known, *self.options}
-        return create_method(name, {part: {**known.get(part, {}), **self.options.get(part, {})} for part in parts})
-
-    def network(self, method: str) -> dict[str, Any]:
-        """Arguments of `ContinualNet`; a method's own hold where the recipe does not say otherwise."""
-        chosen = self.method(method)
-        values = {name: getattr(self, name) for name in ("means", "statistics", "variance", "follow", "rank")}
-        own = {name: value for name, value in chosen.network.items() if name not in self.model_fields_set}
-        return {"norm": chosen.norm, **values, **own}
+        options = {}
+        for kind in method_classes(name):
+            of_network = {field: getattr(self, field) for field in XCONV if field in kind.Options.model_fields}
+            options[kind.name] = {**of_network, **known.get(kind.name, {}), **self.options.get(kind.name, {})}
+        return create_method(name, options)
 
     def load_tasks(self, mean: Sequence[float], std: Sequence[float], progress: Progress | None = None) -> TaskSequence:
-        """The dataset's tasks, all their training images included; see `confitune.tasks.load_tasks`."""
-        return load_tasks(
-            self.dataset,
-            mean=mean,
-            std=std,
-            data_dir=self.data_dir,
-            cache_dir=self.cache_dir,
-            pipeline=self.pipeline,
-            order_seed=self.order_seed,
-            tasks=self.tasks,
-            classes_per_task=self.classes_per_task,
-            progress=progress,
-        )
+        """The dataset's tasks, some of their training images held out where the recipe says so.
+
+        Args:
+            mean: of the network's preprocessing.
+            std: likewise.
+            progress: is told how many images are decoded.
+        """
+        cut = self.model_dump(include=set(DataSettings.model_fields) - {"dataset", "held_out"})
+        sequence = load_tasks(self.dataset, mean=mean, std=std, progress=progress, **cut)
+        return sequence if self.held_out is None else sequence.validating(self.held_out, self.order_seed)
 
     def train_settings(self, seed: int, method: str | None = None) -> TrainSettings:
-        """Settings of the run with this seed; a method's own hold where the recipe does not say otherwise."""
+        """Settings of the run with this seed: what is given, else the method's own, else the dataset's defaults."""
         info = dataset_info(self.dataset)
-        values = {"epochs": info.epochs, "batch_size": info.batch_size}
-        values |= {name: getattr(self, name) for name in TrainOptions.model_fields}
+        given = {name: getattr(self, name) for name in self.model_fields_set & set(TrainSettings.model_fields)}
         own = self.method(method).settings if method else {}
-        values |= {name: value for name, value in own.items() if name not in self.model_fields_set}
-        given = {name: getattr(self, name) for name in ("epochs", "batch_size") if getattr(self, name) is not None}
-        return TrainSettings(**{**values, **given}, seed=seed)
+        return TrainSettings(**{"epochs": info.epochs, "batch_size": info.batch_size, **own, **given, "seed": seed})
 
     def identity(self, method: str, seed: int, weights_sha256: str) -> dict[str, Any]:
         """What determines a run's result: compared before a result is taken for this run's."""
-        train, chosen, network = self.train_settings(seed, method), self.method(method), self.network(method)
-        how = {"device", "step", "pixels", "deterministic", "eval_batch_size"}  # may change last bits, no more
-        settings = train.model_dump(mode="json", exclude=how)
-        if train.precision == "auto":  # else it does not matter which device there is here
-            settings["precision"] = "bf16" if train.bf16(train.torch_device()) else "fp32"
-        xconv = chosen.norm == "xconv"
-        return {
-            "dataset": self.dataset,
-            "pipeline": self.pipeline,
-            "order_seed": self.order_seed,
-            "tasks": self.tasks,
-            "classes_per_task": self.classes_per_task,
-            "held_out": self.held_out,
-            "model": self.model,
-            "weights_sha256": weights_sha256,
+        train, chosen = self.train_settings(seed, method), self.method(method)
+        config = {
+            **self.model_dump(mode="json", include=set(DEFAULTS)),
+            **train.model_dump(mode="json", include=set(DEFAULTS)),
+            # None: there is no Xconv BN that they could matter to.
+            **{name: getattr(chosen.options, name, None) for name in XCONV},
             "method": method,
-            "options": {penalty.name: penalty.options.model_dump(mode="json") for penalty in chosen.penalties}
-            | ({chosen.name: dict(chosen.chosen)} if chosen.chosen else {}),
-            "means": network["means"] if xconv else None,
-            "statistics": network["statistics"] if xconv else None,
-            # Results from before there were others have the defaults.
-            **({"variance": network["variance"]} if xconv and network["variance"] != "stored" else {}),
-            **({"follow": network["follow"]} if xconv and network["follow"] != "weights" else {}),
-            **({"rank": network["rank"]} if xconv and network["rank"] is not None else {}),
-            **settings,
+            "weights_sha256": weights_sha256,
+            "options": options_set(chosen),
         }
+        if train.precision == "auto":  # else it does not matter which device there is here
+            config["precision"] = "bf16" if train.bf16(train.torch_device()) else "fp32"
+        return shortened(config, defaults_of(chosen))
 
 
-def make_recipe(values: dict[str, Any], source: str = "the options given") -> Recipe:
+def make_recipe(values: Mapping[str, Any], source: str = "the options given") -> Recipe:
     """A checked recipe, or an error that says which value to change, and to what."""
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
         raise ConfituneError("\n".join(_explained(problem, source) for problem in error.errors())) from error
     dataset_info(recipe.dataset)
-    for method in recipe.methods:
-        recipe.method(method)
-    unused = set(recipe.options) - {*METHODS, *PENALTIES}
-    if unused:
-        raise ConfituneError(f"{source} set options of {', '.join(sorted(unused))}, which is no part of any method")
+    methods = [recipe.method(method) for method in recipe.methods]
+    known = {*METHODS, *(part for method in methods for part in options_of(method))}
+    if unused := set(recipe.options) - known:
+        near = difflib.get_close_matches(min(unused), known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfituneError(f"{source} set options of {min(unused)!r}, which is no part of any method{hint}")
     if len(set(recipe.methods)) != len(recipe.methods):
         raise ConfituneError(f"{source} name a method twice: {', '.join(recipe.methods)}")
     return recipe
 
 
-def merge_options(options: dict[str, dict[str, Any]], given: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Options with some of them set anew from texts such as 'ewc.strength=3000'.
+def merge_settings(values: Mapping[str, Any], given: Sequence[str]) -> dict[str, Any]:
+    """A recipe's values with some of them set anew from texts such as 'lr=0.1' or 'ewc.strength=3000'.
 
-    >>> merge_options({"ewc": {"fisher": "exact"}}, ["ewc.strength=3e3"])
-    {'ewc': {'fisher': 'exact', 'strength': 3000.0}}
+    >>> merge_settings({"options": {"ewc": {"fisher": "exact"}}}, ["ewc.strength=3e3", "lr=0.1"])
+    {'options': {'ewc': {'fisher': 'exact', 'strength': 3000.0}}, 'lr': 0.1}
     """
-    if not isinstance(options, dict) or not all(isinstance(values, dict) for values in options.values()):
+    merged, options = dict(values), values.get("options") or {}
+    if not isinstance(options, dict) or not all(isinstance(of_part, dict) for of_part in options.values()):
         raise ConfituneError("the recipe's options must be by part, e.g. {ewc: {strength: 3000}}")
-    merged = {part: dict(values) for part, values in options.items()}
+    options = {part: dict(of_part) for part, of_part in options.items()}
     for text in given:
-        place, equals, value = text.partition("=")
-        part, dot, name = place.partition(".")
-        if not (equals and dot and part and name):
-            raise ConfituneError(f"--set {text}: write PART.OPTION=VALUE, e.g. ewc.strength=3000")
-        merged.setdefault(part, {})[name] = _number_or_text(value)
-    return merged
+        name, equals, value = text.partition("=")
+        part, dot, option = name.rpartition(".")
+        if not equals or not option or (dot and not part):
+            raise ConfituneError(
+                f"--set {text}: write NAME=VALUE, e.g. lr=0.1, or PART.OPTION=VALUE: ewc.strength=3000"
+            )
+        if part:
+            options.setdefault(part, {})[option] = read_value(value)
+        elif name in Recipe.model_fields and name != "options":
+            merged[name] = read_value(value)
+        else:
+            raise ConfituneError(
+                f"--set {text}: there is no setting {name!r}{_hint(name, [option.name for option in method_options()])}"
+            )
+    return {**merged, "options": options} if options else merged
 
 
-def _number_or_text(text: str) -> Any:
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The values in a recipe file, by name."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ConfituneError(f"no recipe {path}: {getattr(error, 'strerror', None) or error}") from error
+    if len(data) > MOST_BYTES:
+        raise ConfituneError(f"{path} is larger than {MOST_BYTES:,} bytes; it is no recipe")
+    values = _parse_yaml(data, str(path))
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ConfituneError(f"{path} must hold options by name, e.g. 'dataset: photos'")
+    return values
+
+
+def read_value(text: str) -> Any:
+    """A value as it is typed: a number, true or false, a list, or a word."""
     try:
         return float(text)  # YAML reads 3e3 as text
     except ValueError:
-        return parse_yaml(text, f"the value {text[:100]!r}")
+        return _parse_yaml(text, f"the value {text[:100]!r}")
+
+
+def _parse_yaml(data: bytes | str, source: str) -> Any:
+    """Plain values; whatever else the text is raises an error that names its source."""
+    depth = 0
+    try:
+        for event in yaml.parse(data, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent):
+                raise ConfituneError(f"{source} has an alias, *{event.anchor}; write out what it stands for")
+            if isinstance(event, yaml.ScalarEvent) and len(event.value) > MOST_LONG:
+                raise ConfituneError(f"{source} has a value of {len(event.value):,} characters; options are shorter")
+            if depth > MOST_DEEP:
+                raise ConfituneError(f"{source} is nested more than {MOST_DEEP} deep; options are not")
+        return yaml.safe_load(data)
+    except ConfituneError:
+        raise
+    except Exception as error:  # PyYAML raises almost anything: on a 13th month, on a number that is none
+        raise ConfituneError(f"{source} is not YAML: {error}") from error
 
 
 def _explained(problem: Any, source: str) -> str:
     name, given = ".".join(map(str, problem["loc"]))[:100], repr(problem["input"])[:200]
     if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, Recipe.model_fields, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(Recipe.model_fields)}"
-        return f"{source}: no option {name!r}{hint}"
+        return f"{source}: no option {name!r}{_hint(name)}"
     if problem["type"] == "literal_error":
         allowed = problem["ctx"]["expected"]
         near = difflib.get_close_matches(
@@ -199,3 +194,10 @@ def _explained(problem: Any, source: str) -> str:
         hint = f"did you mean {near[0]!r}? " if near else ""
         return f"{source}: {name}={given} is not known: {hint}There are {allowed}."
     return f"{source}: {name}={given}: {problem['msg']}"
+
+
+def _hint(name: str, more: Sequence[str] = ()) -> str:
+    """What may have been meant; an option is also found without its part."""
+    near = difflib.get_close_matches(name, Recipe.model_fields, 1)
+    near += [option for option in more if option.endswith(f".{name}")] or difflib.get_close_matches(name, more, 1)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(Recipe.model_fields)}"

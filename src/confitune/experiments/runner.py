@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from confitune.engine import BEFORE, CHECKPOINT, Checkpoint, RunResult, command_line, require_same_config
+from confitune.engine import BEFORE, CHECKPOINT, Checkpoint, RunResult, command_line
 from confitune.errors import ConfituneError
-from confitune.experiments.group import load_backbone
-from confitune.experiments.job import RESULT, Job, TrainingError, Watch
-from confitune.experiments.local import LocalPlace
-from confitune.experiments.place import Place
+from confitune.experiments.job import RESULT, Job, TrainingError, Watch, load_backbone
+from confitune.experiments.place import LocalPlace, Place
 from confitune.experiments.recipe import Recipe
 from confitune.experiments.summary import write_summary
 from confitune.files import require_writable
-from confitune.nn import require_batch_norm
 
 
 def run_recipe(
@@ -73,15 +71,16 @@ def plan_recipe(
     jobs = [
         Job(recipe, out, method, seed, backbone.weights_sha256, command_line(), checkpoint_seconds, watch)
         for method in recipe.methods
-        for seed in range(recipe.seeds)
+        for seed in recipe.run_seeds
     ]
     if not resume:
         refuse_existing(job.folder for job in jobs)
-    if any(recipe.method(name).norm != "shared" for name in recipe.methods):
-        require_batch_norm(backbone.module)  # now, not after the methods that do without have been trained
-    found = {job.folder: _finished(job) for job in jobs}
-    plan = Plan(out, jobs, {folder: result for folder, result in found.items() if result is not None})
-    if plan.left and place.writes:
+    for method in recipe.methods:  # now, not after the methods that can do it have been trained
+        recipe.method(method).network(copy.deepcopy(backbone.module))
+    plan = Plan(out, jobs, {job.folder: result for job in jobs if (result := job.finished()) is not None})
+    for job in plan.left:
+        Checkpoint.load(job.folder, job.config)  # one of another configuration is refused before any work is done
+    if plan.left:
         require_writable(out)
     return plan
 
@@ -89,14 +88,13 @@ def plan_recipe(
 def finish_plan(plan: Plan, place: Place) -> list[RunResult]:
     """Results of all runs of a plan whose jobs the place has begun."""
     done = dict(plan.done)
-    if done and place.writes:
+    if done:
         write_summary(plan.out)  # a run that was killed right after its result may have left an older one
     failures: list[tuple[Job, ConfituneError]] = []
     for job, outcome in place.results(plan.left):
         if isinstance(outcome, RunResult):
             done[job.folder] = outcome
-            if place.writes:
-                write_summary(plan.out)
+            write_summary(plan.out)
         else:
             failures.append((job, outcome))
     if failures:
@@ -113,16 +111,6 @@ def _in_one(failures: Sequence[tuple[Job, ConfituneError]]) -> ConfituneError:
     message = "\n".join(f"{job.label}: {error}" for job, error in (first, *more))
     kinds = [error for _, error in (first, *more) if isinstance(error, TrainingError)]
     return TrainingError(message, kinds[0].config) if len(kinds) == len(errors) else ConfituneError(message)
-
-
-def _finished(job: Job) -> RunResult | None:
-    path = job.folder / RESULT
-    if path.exists():
-        result = RunResult.load(path)
-        require_same_config(result.config, job.config, path)
-        return result
-    Checkpoint.load(job.folder, job.config)  # one of another configuration is refused before any work is done
-    return None
 
 
 def refuse_existing(folders: Iterable[Path]) -> None:

@@ -15,13 +15,13 @@ from pydantic import BaseModel
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.paper import Searched, searched
-from confitune.experiments.recipe import Recipe, make_recipe, merge_options
-from confitune.methods import METHODS, Method, create_method
+from confitune.experiments.job import file_name
+from confitune.experiments.methods import Value, options_of, options_set, paper_search, value_text
+from confitune.experiments.paper import searched
+from confitune.experiments.recipe import Recipe, make_recipe, read_value
+from confitune.methods import create_method
 
 HELD_OUT = 0.1  # the paper's share
-
-Value = float | bool | str
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,17 @@ class Search:
         return f"{self.part}.{self.option}"
 
     def name(self, value: Value) -> str:
-        """Of a grid point, as `--set` takes it and as its folder is called.
+        """Of a grid point, as `--set` takes it.
 
         >>> search = plan_search("ewc", {})
         >>> [search.name(value) for value in search.grid[-2:]]
         ['ewc.strength=100000', 'ewc.strength=300000']
         """
         return f"{self.place}={value_text(value)}"
+
+    def folder(self, value: Value) -> str:
+        """What the folder of a grid point is called."""
+        return f"{file_name(self.part)}.{self.option}={value_text(value)}"
 
     def retraining(self, value: Value) -> Recipe:
         """The recipe with this value, on all training images."""
@@ -138,32 +142,6 @@ def plan_search(
     return Search(recipe, checked.held_out or HELD_OUT, part, name, tuple(dict.fromkeys(tried)))
 
 
-def options_of(method: Method) -> dict[str, type[BaseModel]]:
-    """The models of a method's options, by part; empty for one that has none."""
-    found: dict[str, type[BaseModel]] = {penalty.name: penalty.Options for penalty in method.penalties}
-    if method.options is not None:
-        found |= {part: method.options for part in method.name.split("+") if part in METHODS}
-    return {part: options for part, options in found.items() if options.model_fields}
-
-
-def paper_search(method: str) -> Searched | None:
-    """What the paper searched for a method; 'ewc+confit' takes what it searched for 'ewc'."""
-    penalties = {penalty.name for penalty in create_method(method).penalties}
-    rows = (row for row in searched() if {p.name for p in create_method(row.method).penalties} == penalties)
-    return next(rows, None)
-
-
-def value_text(value: Value) -> str:
-    """As it is typed.
-
-    >>> value_text(300000.0), value_text(0.005), value_text(True), value_text("exact")
-    ('300000', '0.005', 'true', 'exact')
-    """
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:.12g}" if isinstance(value, int | float) else str(value)
-
-
 def _place(method: str, option: str | None, choices: Mapping[str, type[BaseModel]]) -> tuple[str, str]:
     there = ", ".join(f"{part}.{name}" for part, options in choices.items() for name in options.model_fields)
     if option is None:
@@ -179,20 +157,15 @@ def _place(method: str, option: str | None, choices: Mapping[str, type[BaseModel
 
 def _with_option(recipe: Recipe, method: str, part: str, option: str, value: Value) -> dict[str, dict[str, Any]]:
     """All options that were given for the method, by the recipe or by the paper, with one of them anew."""
-    chosen = recipe.method(method)
-    options = {penalty.name: penalty.options.model_dump(exclude_unset=True) for penalty in chosen.penalties}
-    options |= {name: dict(recipe.options.get(name, {})) for name in options_of(chosen) if name not in options}
+    options = options_set(recipe.method(method), only_given=True)
     options.setdefault(part, {})[option] = value
     return {name: given for name, given in options.items() if given}
 
 
 def _checked(recipe: Recipe, method: str, part: str, option: str, text: str) -> Value:
     """The value as the method takes it, or the method's own words on what is wrong with it."""
-    value = merge_options({}, [f"{part}.{option}={text}"])[part][option]
-    changed = recipe.model_copy(update={"options": _with_option(recipe, method, part, option, value)})
-    made = changed.method(method)
-    own = {penalty.name: penalty.options.model_dump() for penalty in made.penalties}
-    taken: Value = own[part][option] if part in own else made.chosen[option]
+    options = _with_option(recipe, method, part, option, read_value(text))
+    taken: Value = options_set(recipe.model_copy(update={"options": options}).method(method))[part][option]
     return taken
 
 

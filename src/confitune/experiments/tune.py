@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, field_validator
 from rich.markup import escape
 from rich.table import Table
 
-from confitune.engine import RunResult, require_same_config
+from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.group import load_backbone
-from confitune.experiments.job import TrainingError
-from confitune.experiments.local import LocalPlace
-from confitune.experiments.place import Place
+from confitune.experiments.drawing import save_figure, search_figure
+from confitune.experiments.identity import require_same_run
+from confitune.experiments.job import TrainingError, load_backbone
+from confitune.experiments.methods import value_text
+from confitune.experiments.place import LocalPlace, Place
 from confitune.experiments.recipe import Recipe
 from confitune.experiments.runner import Plan, finish_plan, plan_recipe, refuse_existing, run_recipe
-from confitune.experiments.search import Point, Search, value_text, winner
-from confitune.experiments.search_plot import draw_search
+from confitune.experiments.search import Point, Search, winner
 from confitune.experiments.summary import collect_results, shown, summarised
 from confitune.files import write_whole
 
@@ -32,6 +32,15 @@ class _Failure(BaseModel):
 
     message: str
     config: dict[str, Any]
+
+    @field_validator("config")
+    @classmethod
+    def _of_a_run(cls, config: dict[str, Any]) -> dict[str, Any]:
+        options = config.get("options") or {}
+        by_part = isinstance(options, dict) and all(isinstance(values, dict) for values in options.values())
+        if not by_part or not isinstance(config.get("seed", 0), int):
+            raise ValueError("its configuration is no run's")
+        return config
 
 
 def run_search(
@@ -73,10 +82,10 @@ def run_search(
     write_winner(search, best, out)
     results: list[RunResult] = []
     if retrain:
-        name = search.name(best.value)
-        what = f"retraining {search.method} with {name} on all training images"
+        what = f"retraining {search.method} with {search.name(best.value)} on all training images"
         place.console.print(what, markup=False, highlight=False)
-        results = run_recipe(search.retraining(best.value), out / "retrained" / name, place=place, resume=resume)
+        folder = out / "retrained" / search.folder(best.value)
+        results = run_recipe(search.retraining(best.value), folder, place=place, resume=resume)
     write_search(search, points, out, results)
     return points, results
 
@@ -145,7 +154,8 @@ def write_search(search: Search, points: list[Point], out: Path, retrained: list
     if best is not None and whole:
         measured = {p.value: ([r.acc for r in p.results], [r.fgt or 0.0 for r in p.results]) for p in points}
         title = f"{search.recipe.dataset}, {search.method}: {search.held_out:.0%} of the training images held out"
-        draw_search(measured, out / "search.png", title=title, option=search.place, best=best.value)
+        figure = search_figure(measured, title=title, option=search.place, best=best.value)
+        save_figure(figure, out / "search.png")
 
 
 def write_winner(search: Search, best: Point, out: Path) -> None:
@@ -162,7 +172,7 @@ def write_winner(search: Search, best: Point, out: Path) -> None:
 
 def _planned(search: Search, value: Any, out: Path, place: Place, resume: bool) -> Plan | _Failure:
     """The runs of a grid point, or why it failed when it was tried before."""
-    recipe, folder = search.validation(value), out / "grid" / search.name(value)
+    recipe, folder = search.validation(value), out / "grid" / search.folder(value)
     return _recorded_failure(place.settled(recipe), folder) or plan_recipe(recipe, folder, place, resume=resume)
 
 
@@ -191,12 +201,10 @@ def _recorded_failure(recipe: Recipe, folder: Path) -> _Failure | None:
         problem = error.errors()[0]["msg"]
         raise ConfituneError(f"{path} cannot be read ({problem}); delete it to try this value again") from error
     seed = failure.config.get("seed", 0)
-    if not isinstance(seed, int):
-        raise ConfituneError(f"{path} cannot be read (its seed is {seed!r:.100}); delete it to try this value again")
-    if seed >= recipe.seeds:  # not asked for this time
+    if seed not in recipe.run_seeds:  # not asked for this time
         return None
     wanted = recipe.identity(recipe.methods[0], seed, load_backbone(recipe).weights_sha256)
-    require_same_config(failure.config, wanted, path)
+    require_same_run(failure.config, wanted, path)
     return failure
 
 
@@ -205,7 +213,7 @@ def _refuse_mixing(search: Search, out: Path, resume: bool) -> None:
         raise ConfituneError(f"{out} holds results of `confitune run`: choose another --out folder for the search")
     if resume:
         return
-    folders = [out / "grid" / search.name(value) for value in search.grid]
+    folders = [out / "grid" / search.folder(value) for value in search.grid]
     for folder in folders:
         if (folder / FAILURE).exists():
             raise ConfituneError(f"{folder} holds a value that failed: add --resume to go on, or choose another --out")

@@ -3,45 +3,83 @@
 Before a task is trained, two linear classifiers are judged by images that they have not seen, in closed form: one on
 the features that pre-training gives, one on those that the task's own statistics give. Where the pre-trained features
 win clearly (few images, or ones that look alike), the task gets a head fitted to them and nothing else. Otherwise it
-gets norms of its own, trained along with its head.
+gets a head, norms and low-rank changes of all weights, trained in the stages of hierarchical fine-tuning (ConFiT,
+sec. 3.3), the changes in place of the weights. They start along the leading directions of the loss's gradient.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
+from itertools import islice
 from types import MappingProxyType
 
 import torch
 from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from confitune.methods.linear import fit_head, unexplained
 from confitune.methods.method import Method, Options, TaskContext
-from confitune.methods.stages import Stage, head_then_norms
-from confitune.nn import Head, Norms, Part
+from confitune.methods.stages import EVERYTHING, Stage, hierarchical
+from confitune.nn import Deltas, Head, Norms, Part
 
 
 class BestOptions(Options):
-    """When a head on pre-trained features is enough."""
+    """Choices of best."""
 
-    worse: float = Field(2.0, ge=0, description="where its own statistics leave so many times as much unexplained")
-    most: float = Field(0.5, ge=0, description="but not where pre-trained ones leave more than this: much to be gained")
+    rank: int = Field(1, ge=1, description="of the changes of weights")
+    batches: int = Field(16, ge=1, description="whose gradients say where the changes start")
+    worse: float = Field(2.0, ge=0, description="a head is enough where own statistics leave so many times more open")
+    most: float = Field(0.5, ge=0, description="but not where pre-trained ones leave more than this share open")
     images: int = Field(256, ge=2, description="that both are judged by; all of a smaller task")
 
 
 class Best(Method):
-    """A head, and where that is not enough norms of the task's own."""
+    """A head, and where that is not enough norms and low-rank changes of the task's own."""
 
     name = "best"
-    summary = "pre-trained backbone frozen, heads and where it helps norms of a task's own; forgets nothing"
-    cost = "two linear classifiers before a task; convolutions get no gradients"
+    summary = "pre-trained backbone frozen; heads, and where it helps norms and low-rank changes; forgets nothing"
+    cost = "two linear classifiers before a task, gradients of a few batches before changes are trained"
     settings = MappingProxyType({"lr": 0.03})
+    lr_factors = MappingProxyType({"deltas": 10.0})
     Options = BestOptions
 
     def parts(self) -> list[Part]:
-        return [Norms(keep_pretrained=True), Head()]
+        return [Norms(keep_pretrained=True), Deltas(self.options.rank), Head()]
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
-        return head_then_norms(epochs)
+        changes = frozenset({"head", "norms", "deltas"})
+        stages = hierarchical(epochs)
+        return tuple(Stage("all", s.epochs, changes) if s.trains == EVERYTHING else s for s in stages)
+
+    def begin_epoch(self, context: TaskContext, epoch: int) -> None:
+        if epoch == sum(stage.epochs for stage in self.stages(context.epochs, context.index)[:-1]):
+            self._start_changes(context)
+
+    def _start_changes(self, context: TaskContext) -> None:
+        net, deltas = context.net, context.net.parts["deltas"]
+        assert isinstance(deltas, Deltas)
+        weights = {name: layer.get_parameter("weight") for name, layer in deltas.layers.items()}
+        total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+
+        def add(x: Tensor, labels: Tensor) -> None:
+            loss = cross_entropy(net(x).float(), labels)
+            torch._foreach_add_(list(total.values()), torch.autograd.grad(loss, list(weights.values())))
+
+        net.train()
+        with net.observer.untracked():
+            for weight in weights.values():
+                weight.requires_grad_(True)
+            for x, labels in islice(context.batches(context.batch_size), self.options.batches):
+                if len(x) == context.batch_size:
+                    add(x, labels)
+            for weight in weights.values():
+                weight.requires_grad_(False)
+        deltas.start_along(total)
+
+    def captured_kind(self, index: int) -> Hashable:
+        return None
 
     def settle(self, context: TaskContext) -> bool:
         net, chosen = context.net, context.sample(self.options.images)

@@ -48,6 +48,11 @@ class TaskContext(Protocol):
     net: ContinualNet
     index: int  # of the task, from 0
     seed: int  # for what a method draws in this task
+    batch_size: int  # images a training step
+
+    @property
+    def epochs(self) -> int:
+        """That it is trained for."""
 
     @property
     def images(self) -> int:

@@ -9,12 +9,13 @@ from confitune.nn.backbones import (
     state_sha256,
     without_memory,
 )
-from confitune.nn.continual import ContinualNet, TaskStorage
+from confitune.nn.continual import ContinualNet
 from confitune.nn.geometry import ConvGeometry
 from confitune.nn.observer import Observer
 from confitune.nn.pairing import guess_input, trace_flow
 from confitune.nn.parts import (
     Calibrations,
+    Deltas,
     Head,
     InputMeans,
     NoBatchNormError,
@@ -24,12 +25,14 @@ from confitune.nn.parts import (
     require_batch_norm,
 )
 from confitune.nn.recovery import recover_output_mean, window_means_from_phases
+from confitune.nn.task_bank import TaskStorage
 
 __all__ = [
     "Backbone",
     "Calibrations",
     "ContinualNet",
     "ConvGeometry",
+    "Deltas",
     "Head",
     "InputMeans",
     "NoBatchNormError",

@@ -6,10 +6,8 @@ task's row never changes: what has to follow the shared weights is worked out by
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -19,32 +17,14 @@ from torch import Tensor, nn
 from confitune.errors import ConfituneError
 from confitune.nn.backbones import headless
 from confitune.nn.geometry import Size
+from confitune.nn.mixing import Mixing, tasks_of
 from confitune.nn.observer import Observer
 from confitune.nn.pairing import trace_flow
 from confitune.nn.parts.head import Head
 from confitune.nn.parts.norms import batch_norms, norm_layers
 from confitune.nn.parts.part import Part
-from confitune.nn.task_bank import TaskBank, TaskEntry
-
-_ROWS_KEPT = 256  # rows of mixed batches that are kept ready: 38 KB each for ResNet18
-
-
-@dataclass(frozen=True)
-class TaskStorage:
-    """What a task adds to the network."""
-
-    parts: Mapping[str, int]  # numbers by part
-    bytes: int
-
-    @property
-    def head(self) -> int:
-        """Numbers of its head."""
-        return self.parts.get(Head.name, 0)
-
-    @property
-    def beside_head(self) -> int:
-        """Numbers of all other parts."""
-        return sum(self.parts.values()) - self.head
+from confitune.nn.saving import load_shared_state, shared_state
+from confitune.nn.task_bank import TaskBank, TaskEntry, TaskStorage
 
 
 class ContinualNet(nn.Module):
@@ -101,7 +81,7 @@ class ContinualNet(nn.Module):
         self._current: str | None = None
         self._moves = 0  # of weights, where tensor versions do not show it
         self._prepared: tuple[str, int] | None = None  # task and weights for which parts were prepared
-        self._rows: OrderedDict[str, tuple[int, list[Tensor]]] = OrderedDict()  # of mixed batches, by task
+        self._mixing = Mixing(self._parts)
         self.train(self.training)
 
     # ---- tasks -----------------------------------------------------------------------------------------------------
@@ -115,7 +95,8 @@ class ContinualNet(nn.Module):
     def current_task(self) -> str:
         """The task that is live."""
         if self._current is None:
-            raise ConfituneError("no task yet: add_task(name, classes) first")
+            dropped = "the current task was dropped: set_task(name) chooses another"
+            raise ConfituneError(dropped if self.tasks else "no task yet: add_task(name, classes) first")
         return self._current
 
     @property
@@ -124,6 +105,12 @@ class ContinualNet(nn.Module):
         if not self.tasks:
             raise ConfituneError("no task yet: add_task(name, classes) first")
         return list(self.tasks)[-1]
+
+    @property
+    def numbers_per_task(self) -> int:
+        """What a finished task that owns all parts keeps, without its head."""
+        shapes = (part.shapes(finished=True, classes=1) for part in self._parts if part is not self.head)
+        return sum(shape.numel() for of_part in shapes for shape in of_part.values())
 
     @property
     def kinds(self) -> list[str]:
@@ -198,6 +185,8 @@ class ContinualNet(nn.Module):
         entry = self.tasks[name]
         if entry.finished:
             raise ConfituneError(f"task {name!r} is finished already")
+        if owns is not None:
+            self._bank.require_pretrained_without(owns)
         for part in self._parts:
             if owns is None or part.name in owns:
                 part.finish(name)
@@ -230,10 +219,7 @@ class ContinualNet(nn.Module):
 
     def storage(self) -> dict[str, TaskStorage]:
         """What each task takes, measured from what is stored."""
-        return {
-            name: TaskStorage(self._bank.numbers(entry), entry.row.numel() * entry.row.element_size())
-            for name, entry in self.tasks.items()
-        }
+        return {name: self._bank.storage(entry) for name, entry in self.tasks.items()}
 
     # ---- images ----------------------------------------------------------------------------------------------------
 
@@ -266,45 +252,22 @@ class ContinualNet(nn.Module):
         elif self.training:
             raise ConfituneError(f"task {name!r} is finished; reopen({name!r}) to train it on")
         else:
-            self._check_size(x, name)
+            self._bank.require_size(name, _plane_of(x))
             self.prepare()
 
     def _forward_mixed(self, x: Tensor, index: Tensor) -> Tensor:
         if self.training:
             raise ConfituneError("a mixed batch is for evaluation: batch moments belong to one task; call eval() first")
-        if index.shape != x.shape[:1] or index.is_floating_point():
-            raise ConfituneError(f"a mixed batch needs one task index per image, got {tuple(index.shape)} for {len(x)}")
-        names = list(self.tasks)
-        unique, place = torch.unique(index, return_inverse=True)
-        if not len(unique) or not 0 <= int(unique[0]) <= int(unique[-1]) < len(names):
-            raise ConfituneError(f"task indices run from 0 to {len(names) - 1}, got {unique.tolist()}")
-        wanted = [names[i] for i in unique.tolist()]
-        current, version = self.current_task, self._weights_version()
-        rows = []
-        for name in wanted:
-            self._check_size(x, name)
-            if not (name in self._rows and self._rows[name][0] == version and self.tasks[name].finished):
-                self.prepare(name)
-                self._rows[name] = (version, [part.mixed_row() for part in self._parts])
-            self._rows.move_to_end(name)
-            rows.append(self._rows[name][1])
-        self.set_task(current)
-        while len(self._rows) > _ROWS_KEPT:
-            self._rows.popitem(last=False)
-        with ExitStack() as stack:
-            for part, of_part in zip(self._parts, zip(*rows, strict=True), strict=True):
-                stack.enter_context(part.mixing(of_part, place))
+        names, place = tasks_of(index, len(x), list(self.tasks))
+        for name in names:
+            self._bank.require_size(name, _plane_of(x))
+        current, version = self._current, self._weights_version()
+        rows = [self._mixing.rows(name, version, self.prepare, keep=self.tasks[name].finished) for name in names]
+        if current is not None:
+            self.set_task(current)
+        with self._mixing.treating(rows, place):
             logits: Tensor = self.head(self.backbone(x))
         return logits
-
-    def _check_size(self, x: Tensor, task: str) -> None:
-        entry, size = self.tasks[task], self.tasks[task].image_size
-        sized = any(part.sized and part.name in entry.owns for part in self._parts)
-        if sized and entry.finished and size is not None and size != _plane_of(x):
-            raise ConfituneError(
-                f"task {task!r} was trained on {size[0]}x{size[1]} images, these are {x.shape[-2]}x{x.shape[-1]}; its "
-                "recovered means hold for the size it was trained on: resize the images"
-            )
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -342,50 +305,40 @@ class ContinualNet(nn.Module):
         Returns:
             Whether all of it is finite, as a tensor that nobody has waited for.
         """
-        was_training = self.training
-        self.train()
         self.observer.image_size = None
-        try:
-            with self.observer.averaging() as add:
-                for batch in batches:
-                    (forward or self)(batch)
-                    add()
-        finally:
-            self.train(was_training)
+        with self._in_mode(training=True), self.observer.averaging() as add:
+            for batch in batches:
+                (forward or self)(batch)
+                add()
         return self.observer.finite()
 
     @contextmanager
     def as_pretrained(self) -> Iterator[None]:
         """Within, in evaluation mode, the current, unfinished task's parts are those that pre-training left."""
-        entry, was_training = self.tasks[self.current_task], self.training
         self._store_current()
         try:
             for part in self._parts:
                 if pretrained := part.pretrained():
                     torch._foreach_copy_(list(part.live(False).values()), list(pretrained.values()))
-            self.eval()
-            with torch.no_grad():
+            with self._in_mode(training=False), torch.no_grad():
                 yield
         finally:
-            self._bank.load(entry)
-            self.train(was_training)
+            self._bank.load(self.tasks[self.current_task])
 
     @contextmanager
     def at_batch_moments(self) -> Iterator[None]:
         """Within, in evaluation mode, but batch norms use the moments of the batch at hand and keep nothing of them."""
-        was_training, norms = self.training, batch_norms(self.backbone)
-        keeping = [norm.track_running_stats for norm in norms]
-        self.eval()
-        for norm in norms:
-            norm.train()
-            norm.track_running_stats = False
+        with self._in_mode(training=False), self.observer.batch_moments(), torch.no_grad():
+            yield
+
+    @contextmanager
+    def _in_mode(self, training: bool) -> Iterator[None]:
+        before = self.training
+        self.train(training)
         try:
-            with torch.no_grad():
-                yield
+            yield
         finally:
-            for norm, keeps in zip(norms, keeping, strict=True):
-                norm.track_running_stats = keeps
-            self.train(was_training)
+            self.train(before)
 
     # ---- in and out ------------------------------------------------------------------------------------------------
 
@@ -400,17 +353,7 @@ class ContinualNet(nn.Module):
         self, name: str, state: Mapping[str, Tensor], classes: Sequence[str] | None = None
     ) -> None:
         """Put a task's state back, as a new task or over an existing one of that name, and make it current."""
-        if "head.weight" not in state:
-            raise ConfituneError(f"the state for task {name!r} has no head.weight: it is not a task's state")
-        if state["head.weight"].dim() != 2:
-            shape = tuple(state["head.weight"].shape)
-            raise ConfituneError(f"task {name!r}: head.weight must have shape (classes, features) and has {shape}")
-        count = state["head.weight"].shape[0]
-        old = self.tasks.get(name)
-        names = tuple(classes or (old.classes if old else map(str, range(count))))
-        if len(names) != count or len(set(names)) != count:
-            raise ConfituneError(f"task {name!r}: {len(set(names))} class names for a head of {count} classes")
-        entry = self._bank.from_state(name, state, names, next(self.backbone.parameters()))
+        entry = self._bank.from_state(name, state, classes, next(self.backbone.parameters()))
         if name == self._current:
             self._current = None  # what was live is replaced, not stored
         self._bank.tasks[name] = entry
@@ -419,28 +362,11 @@ class ContinualNet(nn.Module):
 
     def shared_state_dict(self) -> dict[str, Tensor]:
         """What all tasks share: the backbone without what tasks own, and what is kept of pre-training."""
-        own = {key for part in self._parts for key in part.live(False)}
-        layers = tuple({f"{key.rpartition('.')[0]}.num_batches_tracked" for key in own})
-        state = {
-            key: tensor.detach()
-            for key, tensor in self.backbone.state_dict().items()
-            if key not in own and key not in layers
-        }
-        return {**state, **{key: tensor for part in self._parts for key, tensor in part.pretrained().items()}}
+        return shared_state(self.backbone, self._parts)
 
-    @torch.no_grad()
     def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Put back what `shared_state_dict` gave."""
-        wanted = self.shared_state_dict()
-        wrong = [key for key in wanted if key not in state or state[key].shape != wanted[key].shape]
-        if wrong or len(state) != len(wanted):
-            extra = sorted(set(state) - set(wanted))
-            raise ConfituneError(
-                f"the shared weights are those of another network: {len(wrong)} tensors are missing or of another "
-                f"shape, {len(extra)} are unknown ({', '.join([*wrong, *extra][:3])})"
-            )
-        for key, tensor in wanted.items():
-            tensor.copy_(state[key])
+        load_shared_state(self.shared_state_dict(), state)
         self._forget()
         if self._current is not None and self.tasks[self._current].finished:
             self._bank.load(self.tasks[self._current])
@@ -461,11 +387,10 @@ class ContinualNet(nn.Module):
         device = next(self.backbone.parameters()).device
         self._bank.tasks.clear()
         for name, values in state["tasks"].items():
-            self._bank.tasks[name] = TaskEntry(**{**values, "row": values["row"].to(device, copy=True)})
-        counts = {len(entry.classes) for entry in self.tasks.values()}
-        for count in counts:
-            self.head.select(count)
-        self.head.keep_only(counts)  # the state may be from before a task
+            entry = TaskEntry(**{**values, "row": values["row"].to(device, copy=True)})
+            self._bank.tasks[name] = entry
+            self.head.select(len(entry.classes))
+        self.head.keep_only({len(entry.classes) for entry in self.tasks.values()})  # it may be from before a task
         self._current, self.observer.image_size = state["current"], state["image_size"]
         if self._current is not None:
             self.head.select(len(self.tasks[self._current].classes))
@@ -481,10 +406,7 @@ class ContinualNet(nn.Module):
     def _forget(self, task: str | None = None) -> None:
         """What was made ready of a task, or of all, holds no longer."""
         self._prepared = None
-        if task is None:
-            self._rows.clear()
-        else:
-            self._rows.pop(task, None)
+        self._mixing.forget(task)
 
     def _store_current(self) -> None:
         """An unfinished task's row follows what is live; a finished one's never changes."""

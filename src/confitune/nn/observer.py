@@ -7,7 +7,7 @@ over a task's images with the final weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.nn.geometry import Size
 from confitune.nn.parts.input_means import Statistics
+from confitune.nn.parts.norms import batch_norms
 from confitune.nn.parts.part import Part
 
 Seen = tuple[Size | None, tuple[Size | None, ...]]
@@ -66,6 +67,19 @@ class Observer:
             for inputs, tracking in zip(self._inputs, tracked, strict=True):
                 inputs.tracking = tracking
 
+    @contextmanager
+    def batch_moments(self) -> Iterator[None]:
+        """Within, batch norms use the moments of the batch at hand and keep nothing of them."""
+        norms = batch_norms(self._backbone)
+        before = [(norm.training, norm.track_running_stats) for norm in norms]
+        try:
+            for norm in norms:
+                norm.training, norm.track_running_stats = True, False
+            yield
+        finally:
+            for norm, (training, keeps) in zip(norms, before, strict=True):
+                norm.training, norm.track_running_stats = training, keeps
+
     def reset(self) -> None:
         """Forget the sizes and means of the task that was live."""
         for inputs in self._inputs:
@@ -114,8 +128,7 @@ class Observer:
 
     # ---- a pass with the final weights -----------------------------------------------------------------------------
 
-    def _moments(self) -> list[Tensor]:
-        norms = (m for m in self._backbone.modules() if isinstance(m, _BatchNorm) and m.track_running_stats)
+    def _moments(self, norms: Iterable[_BatchNorm]) -> list[Tensor]:
         return [moment for norm in norms for moment in (norm.running_mean, norm.running_var) if moment is not None]
 
     @contextmanager
@@ -124,11 +137,11 @@ class Observer:
 
         Gives a function to be called after each batch.
         """
-        norms = [m for m in self._backbone.modules() if isinstance(m, _BatchNorm)]
-        momenta, moments, batches = [norm.momentum for norm in norms], self._moments(), 0
-        if [(s.device, s.dtype) for s in self._sums] != [(m.device, m.dtype) for m in moments]:
+        norms = [norm for norm in batch_norms(self._backbone) if norm.training]  # others keep what they have
+        momenta, moments, batches = [norm.momentum for norm in norms], self._moments(norms), 0
+        if [(s.shape, s.device, s.dtype) for s in self._sums] != [(m.shape, m.device, m.dtype) for m in moments]:
             self._sums = [torch.empty_like(moment) for moment in moments]
-        with torch.no_grad():
+        if moments:
             torch._foreach_zero_([*self._sums, *moments])  # what is not finite must not live on
 
         def add() -> None:
@@ -154,7 +167,10 @@ class Observer:
 
     def finite(self) -> Tensor:
         """Whether all moments and input means are finite, as a tensor that nobody has waited for."""
-        found = [*self._moments(), *(table for inputs in self._inputs for table in inputs.tables)]
+        found = [
+            *self._moments(batch_norms(self._backbone)),
+            *(table for inputs in self._inputs for table in inputs.tables),
+        ]
         if not found:
             return torch.tensor(True)
         return torch.stack(torch._foreach_norm(found, float("inf"))).isfinite().all()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from confitune.errors import ConfituneError
 from confitune.nn.geometry import Size
+from confitune.nn.parts.head import Head
 from confitune.nn.parts.part import Part, split_row
 
 
@@ -27,6 +28,24 @@ class TaskEntry:
     finished: bool = False
     image_size: Size | None = None  # of the images that it was trained on
     facts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # see `Part.facts`
+
+
+@dataclass(frozen=True)
+class TaskStorage:
+    """What a task adds to the network."""
+
+    parts: Mapping[str, int]  # numbers by part
+    bytes: int
+
+    @property
+    def head(self) -> int:
+        """Numbers of its head."""
+        return self.parts.get(Head.name, 0)
+
+    @property
+    def beside_head(self) -> int:
+        """Numbers of all other parts."""
+        return sum(self.parts.values()) - self.head
 
 
 class TaskBank:
@@ -51,6 +70,25 @@ class TaskBank:
         entry.row = torch.cat([tensor.reshape(-1) for part in parts for tensor in part.live(finished).values()])
         entry.facts = {key: fact for part in parts for key, fact in part.facts().items()}
 
+    def require_size(self, task: str, size: Size | None) -> None:
+        """Raise where a finished task holds for images of another size."""
+        entry = self.tasks[task]
+        sized = entry.finished and any(self._parts[name].sized for name in entry.owns)
+        if sized and entry.image_size is not None and entry.image_size != size:
+            trained, given = ("x".join(map(str, plane or ("?",))) for plane in (entry.image_size, size))
+            raise ConfituneError(
+                f"task {task!r} was trained on {trained} images, these are {given}; its recovered means hold for the "
+                "size it was trained on: resize the images"
+            )
+
+    def require_pretrained_without(self, owns: Iterable[str]) -> None:
+        """Raise where a task that owns only these parts has nothing for the others."""
+        if unknown := set(owns) - set(self._parts):
+            raise ConfituneError(f"{unknown.pop()!r} is no part of this network; its parts: {', '.join(self._parts)}")
+        for name, part in self._parts.items():
+            if name not in owns and part.live(False) and not part.pretrained():
+                raise ConfituneError(f"a task without own {name} needs a network that keeps the pre-trained ones")
+
     @torch.no_grad()
     def load(self, entry: TaskEntry) -> None:
         """Copy a task's row into the live tensors; parts that it does not own become those of pre-training."""
@@ -58,27 +96,24 @@ class TaskBank:
             part.select(len(entry.classes))
         kept = self.named(entry)
         for name, part in self._parts.items():
-            of_part = kept if name in entry.owns else part.pretrained()
-            live = part.live(entry.finished if name in entry.owns else False)
+            owned = name in entry.owns
+            live, values = part.live(entry.finished and owned), kept if owned else part.pretrained()
             if live:
-                if not of_part:
-                    raise ConfituneError(f"a task without own {name} needs a network that keeps the pre-trained ones")
-                torch._foreach_copy_(list(live.values()), [of_part[key] for key in live])
-            if name in entry.owns:
-                part.restore(entry.facts)
+                torch._foreach_copy_(list(live.values()), [values[key] for key in live])
+            part.restore(entry.facts)
 
     def named(self, entry: TaskEntry) -> dict[str, Tensor]:
         """A task's row as named views. Keys name layers, never the task, so a saved task can be renamed or moved."""
         shapes = self._shapes(entry.owns, entry.finished, len(entry.classes))
         return dict(zip(shapes, split_row(entry.row, list(shapes.values())), strict=True))
 
-    def numbers(self, entry: TaskEntry) -> dict[str, int]:
-        """How many numbers a task keeps, by part."""
-        classes = len(entry.classes)
-        return {
-            name: sum(shape.numel() for shape in self._shapes((name,), entry.finished, classes).values())
+    def storage(self, entry: TaskEntry) -> TaskStorage:
+        """What a task takes, measured from what is stored."""
+        numbers = {
+            name: sum(shape.numel() for shape in self._shapes((name,), entry.finished, len(entry.classes)).values())
             for name in entry.owns
         }
+        return TaskStorage(numbers, entry.row.numel() * entry.row.element_size())
 
     def _shapes(self, owns: Sequence[str], finished: bool, classes: int) -> dict[str, torch.Size]:
         return {k: shape for name in owns for k, shape in self._parts[name].shapes(finished, classes).items()}
@@ -93,8 +128,19 @@ class TaskBank:
         state["finished"] = torch.tensor(entry.finished)
         return state
 
-    def from_state(self, name: str, state: Mapping[str, Tensor], classes: Sequence[str], like: Tensor) -> TaskEntry:
+    def from_state(
+        self, name: str, state: Mapping[str, Tensor], classes: Sequence[str] | None, like: Tensor
+    ) -> TaskEntry:
         """The entry for a task's named tensors, checked against what this network keeps."""
+        if "head.weight" not in state:
+            raise ConfituneError(f"the state for task {name!r} has no head.weight: it is not a task's state")
+        shape = tuple(state["head.weight"].shape)
+        if len(shape) != 2:
+            raise ConfituneError(f"task {name!r}: head.weight must have shape (classes, features) and has {shape}")
+        if classes is None:
+            classes = self.tasks[name].classes if name in self.tasks else tuple(map(str, range(shape[0])))
+        if len(classes) != shape[0] or len(set(classes)) != shape[0]:
+            raise ConfituneError(f"task {name!r}: {len(set(classes))} class names for a head of {shape[0]} classes")
         finished = "finished" in state and bool(state["finished"].all())
         owns = tuple(
             part.name

@@ -1,17 +1,13 @@
 """What is learned: tasks, sequences of tasks, datasets, splits, and the decode-once image store."""
 
-from confitune.tasks.catalog import DATASETS, DatasetInfo
-from confitune.tasks.errors import DataError, DataMissingError, StoreError, UnreadableImageError
-from confitune.tasks.joined import dataset_info, dataset_parts
+from confitune.tasks.datasets.dataset import DatasetInfo
+from confitune.tasks.decode import CROP, Pipeline, is_image_name, open_rgb
+from confitune.tasks.errors import DataError, DataMissingError, Progress, StoreError, UnreadableImageError
 from confitune.tasks.load import load_folder_task, load_tasks
-from confitune.tasks.lock import exclusive, is_free
-from confitune.tasks.pipelines import CROP, Pipeline
-from confitune.tasks.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
-from confitune.tasks.progress import Progress
-from confitune.tasks.rgb import is_image_name, open_rgb
+from confitune.tasks.names import DATASETS, dataset_info, dataset_parts
 from confitune.tasks.sequence import TaskSequence
 from confitune.tasks.store import damaged_stores, store_leftovers, stores_in
-from confitune.tasks.task import Images, Task
+from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD, Images, Preprocess, Task
 
 __all__ = [
     "CROP",
@@ -32,8 +28,6 @@ __all__ = [
     "damaged_stores",
     "dataset_info",
     "dataset_parts",
-    "exclusive",
-    "is_free",
     "is_image_name",
     "load_folder_task",
     "load_tasks",

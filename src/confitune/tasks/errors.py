@@ -1,6 +1,11 @@
-"""What can be wrong with data, as errors that name the place and the remedy."""
+"""What callers hear of work on data: how far it is, and what went wrong, with the place and the remedy."""
+
+from collections.abc import Callable
 
 from confitune.errors import ConfituneError
+
+Progress = Callable[[str, int, int], None]
+"""Called as progress(what, done, total), e.g. progress("decoding flowers102", 256, 8189)."""
 
 
 class DataError(ConfituneError):

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from confitune.tasks.catalog import DATASETS
-from confitune.tasks.datasets import read_dataset
-from confitune.tasks.errors import DataError
-from confitune.tasks.joined import Part, dataset_parts, is_whole_dataset
-from confitune.tasks.pipelines import CROP, Pipeline
-from confitune.tasks.preprocess import Preprocess
-from confitune.tasks.progress import Progress
+import numpy as np
+import torch
+from torch import Tensor
+
+from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet
+from confitune.tasks.datasets.folder import read_folder
+from confitune.tasks.decode import CROP, Pipeline
+from confitune.tasks.errors import DataError, Progress
+from confitune.tasks.names import DATASETS, READERS, Part, dataset_parts
 from confitune.tasks.sequence import TaskSequence
-from confitune.tasks.source import Source, label_of, make_task, pipeline_of, stored_pixels
-from confitune.tasks.task import Task
+from confitune.tasks.splits import class_order, cut_into_tasks
+from confitune.tasks.store import open_store
+from confitune.tasks.task import Images, Preprocess, Task
 
 
 def load_tasks(
@@ -34,20 +41,21 @@ def load_tasks(
     """A dataset, or tasks of several, as a sequence of tasks, always split and ordered in the same way.
 
     Args:
-        name: one of `DATASETS` (cifar100, cub200, caltech101, flowers102, photos, digits) or "folder:PATH", or parts of
-            them joined by '+', each with the tasks to take of it, counted from 1: "photos:1-2+digits:1+photos:3-5". A
-            part without tasks is all of them. Tasks are then called "photos-task1", "digits-task1", ...; each keeps
-            its dataset's size of images. A folder whose path has a '+' can only stand alone.
+        name: one of `DATASETS` (cifar100, cub200, caltech101, flowers102, photos, digits), "folder:PATH", a function of
+            your own that makes a `TaskSequence` ("FILE.py:FUNCTION" or "package.module:FUNCTION", see `own_file.py`),
+            or parts of them joined by '+', each with the tasks to take of it, counted from 1:
+            "photos:1-2+digits:1+photos:3-5". A part without tasks is all of them. Tasks are then called "photos-task1",
+            "digits-task1", ...; each keeps its dataset's size of images. A path with a '+' can only stand alone.
         mean: of the backbone's own preprocessing, per channel, for values in [0, 1].
         std: likewise.
         data_dir: the folder that holds `flowers-102/` and the like (torchvision's `root`), or that folder itself;
             default `$CONFITUNE_DATA` or `~/.cache/confitune/data`.
         cache_dir: where decoded images are kept (1.2 GB for flowers102); default `$CONFITUNE_CACHE` or
             `~/.cache/confitune/store`.
-        pipeline: "clean", or "published" for the treatment behind the paper's numbers (see `pipelines.py`), which every
+        pipeline: "clean", or "published" for the treatment behind the paper's numbers (see `decode.py`), which every
             part must have.
         order_seed: of the order of classes, and so of which classes make a task; the paper's is 0. The same in every
-            part.
+            part. A function of your own orders its tasks itself.
         tasks: only the first so many tasks, of all parts together. Parts after them are not read.
         classes_per_task: in every part; default as in `DATASETS`; for a folder a fifth of its classes, or 2 if it has
             fewer than 10. Classes left over when cutting are not used; `TaskSequence.unused_classes` names them.
@@ -58,35 +66,60 @@ def load_tasks(
         DataError: whatever is wrong with the data or the arguments, with the file, folder or option to look at.
     """
     parts = dataset_parts(name)
-    preprocess = Preprocess(tuple(map(float, mean)), tuple(map(float, std)))
-    treatments = {part.key: pipeline_of(part.info, pipeline, preprocess) for part in parts}
-    joined = not is_whole_dataset(parts)
-    sources: dict[str, Source] = {}
-    places: list[tuple[str, int]] = []  # of each task: its source, and its place in it
+    normalise = Preprocess(tuple(map(float, mean)), tuple(map(float, std)))
+    pipelines = {part.key: _pipeline(part.info, pipeline, normalise) for part in parts}
+    data = Path(os.path.expanduser(data_dir or _home("DATA", "data")))
+
+    def read(part: Part) -> _Source:
+        if part.own:
+            if order_seed or classes_per_task is not None:
+                raise DataError(f"{part.own} makes its tasks itself: leave order_seed and classes_per_task out")
+            own = part.own.load(normalise.mean, normalise.std, data)
+            label = _plain(Path(part.own.module).name.removesuffix(".py"))
+            return _Source(label, len(own), f"{part.own} has {len(own)} tasks", own.unused_classes, lambda: own)
+        images = READERS[part.info](Path(part.folder or data), download)
+        number = len(images.classes)
+        usual = part.info.classes_per_task or (number // 5 if number >= 10 else 2)
+        per_task = usual if classes_per_task is None else classes_per_task
+        try:
+            groups, left = cut_into_tasks(class_order(number, order_seed), per_task)
+        except DataError as error:
+            raise DataError(f"{part.dataset}: {error}") from error
+        label = _folder_label(part.folder) if part.folder else part.dataset
+
+        def make() -> list[Task]:
+            pixels = _pixels(label, images, pipelines[part.key], cache_dir, progress)
+            ready = replace(normalise, resize=images.resize, crop=images.crop)
+            digits = len(str(len(groups)))
+            return [_task(f"task{i:0{digits}}", images, group, pixels, ready) for i, group in enumerate(groups, 1)]
+
+        counted = f"{part.dataset} has {len(groups)} tasks of {per_task} classes"
+        return _Source(label, len(groups), counted, tuple(images.classes[i] for i in left), make)
+
+    sources: dict[str, _Source] = {}
+    chosen: list[tuple[str, int]] = []  # of each task: its source, and its place in it
     for part in parts:
-        if tasks is not None and 0 < tasks <= len(places):
+        if tasks is not None and 0 < tasks <= len(chosen):
             break
         if part.key not in sources:
-            sources[part.key] = Source.read(
-                part.dataset,
-                treatments[part.key],
-                data_dir=data_dir,
-                order_seed=order_seed,
-                classes_per_task=classes_per_task,
-                download=download,
-            )
-        places += [(part.key, index) for index in _taken(part, sources[part.key])]
-    if tasks is not None and not 1 <= tasks <= len(places):
-        counted = f"{name} has {len(places)} tasks" if joined else sources[parts[0].key].counted
-        raise DataError(f"{counted}, so tasks={tasks} is impossible; give a number from 1 to {len(places)}")
-    prefixes = _prefixes(sources) if joined else dict.fromkeys(sources, "")
-    pixels = {key: source.pixels(cache_dir, progress) for key, source in sources.items()}
-    made = [
-        sources[key].task(index, prefixes[key] + sources[key].task_name(index), pixels[key], preprocess)
-        for key, index in places[:tasks]
-    ]
-    unused = tuple(name for source in sources.values() for name in source.unused)
-    return TaskSequence(name, pipeline, tuple(made), unused)
+            sources[part.key] = read(part)
+        source = sources[part.key]
+        first, last = part.tasks or (1, source.count)
+        if last > source.count:
+            raise DataError(f"{source.counted}, so {part} is impossible; take tasks from 1 to {source.count}")
+        chosen += [(part.key, index) for index in range(first - 1, last)]
+    joined = len(parts) > 1 or parts[0].tasks is not None
+    if tasks is not None and not 1 <= tasks <= len(chosen):
+        counted = f"{name} has {len(chosen)} tasks" if joined else sources[parts[0].key].counted
+        raise DataError(f"{counted}, so tasks={tasks} is impossible; give a number from 1 to {len(chosen)}")
+    made = {key: source.make() for key, source in sources.items()}
+    labels: Counter[str] = Counter()
+    for key, source in sources.items() if joined else ():
+        labels[source.label] += 1  # datasets of the same label are numbered
+        prefix = source.label if labels[source.label] == 1 else f"{source.label}-{labels[source.label]}"
+        made[key] = [replace(task, name=f"{prefix}-{task.name}") for task in made[key]]
+    unused = tuple(left for source in sources.values() for left in source.unused)
+    return TaskSequence(name, pipeline, tuple(made[key][index] for key, index in chosen[:tasks]), unused)
 
 
 def load_folder_task(
@@ -110,29 +143,67 @@ def load_folder_task(
         cache_dir: as in `load_tasks`.
         progress: called as progress(what, done, total) while images are decoded.
     """
-    info = DATASETS["folder"]
-    images = read_dataset(info.name, folder.expanduser(), download=False)
-    pixels = stored_pixels(label_of(info, folder), images, Pipeline(), cache_dir, progress)
-    ready = Preprocess.of_cut(mean, std, size)
-    return make_task(name, images, range(len(images.classes)), pixels, ready)
+    images = read_folder(folder.expanduser())
+    pixels = _pixels(_folder_label(folder), images, Pipeline(), cache_dir, progress)
+    return _task(name, images, range(len(images.classes)), pixels, Preprocess.of_cut(mean, std, size))
 
 
-def _taken(part: Part, source: Source) -> range:
-    """Places of the tasks that a part takes."""
-    if part.tasks is None:
-        return range(len(source.groups))
-    first, last = part.tasks
-    if last > len(source.groups):
-        raise DataError(f"{source.counted}, so {part} is impossible; take tasks from 1 to {len(source.groups)}")
-    return range(first - 1, last)
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """A dataset that was read and cut into tasks; `make` gives the tasks, decoding their images if need be."""
+
+    label: str  # short: stands in names of tasks and files
+    count: int  # of tasks
+    counted: str  # the same in words
+    unused: tuple[str, ...]
+    make: Callable[[], Sequence[Task]]
 
 
-def _prefixes(sources: Mapping[str, Source]) -> dict[str, str]:
-    """What names of tasks begin with; folders of the same name are numbered."""
-    found: dict[str, str] = {}
-    for key, source in sources.items():
-        prefix, number = f"{source.label}-", 2
-        while prefix in found.values():
-            prefix, number = f"{source.label}-{number}-", number + 1
-        found[key] = prefix
-    return found
+def _pipeline(info: DatasetInfo, name: str, preprocess: Preprocess) -> Pipeline:
+    """How a dataset's image files are decoded; an error where it has no pipeline of that name."""
+    if name not in ("clean", "published"):
+        raise DataError(f"there is no pipeline {name!r}; there are 'clean' and 'published'")
+    if name not in info.pipelines:
+        having = ", ".join(other.name for other in DATASETS.values() if name in other.pipelines)
+        raise DataError(f"{info.name} has no {name!r} pipeline, only {having} have; use 'clean'")
+    if name == "clean":
+        return Pipeline()
+    # The published code's double transform is in the code of these two sets only.
+    wrap = (preprocess.mean, preprocess.std) if info.name in ("caltech101", "flowers102") else None
+    return Pipeline(name, wrap=wrap, use_box=info.name == "cub200")
+
+
+def _task(name: str, images: ImageSet, group: Sequence[int], pixels: Tensor, preprocess: Preprocess) -> Task:
+    """A task of some of the classes."""
+    place = np.full(len(images.classes), -1, dtype=np.int64)
+    place[list(group)] = np.arange(len(group))
+
+    def chosen(rows: np.ndarray) -> Images:
+        labels = place[images.labels[rows]]
+        return Images(pixels, torch.from_numpy(rows[labels >= 0]), torch.from_numpy(labels[labels >= 0]))
+
+    classes = tuple(images.classes[i] for i in group)
+    return Task(name, classes, chosen(images.train), chosen(images.test), preprocess)
+
+
+def _pixels(
+    label: str, images: ImageSet, pipeline: Pipeline, cache_dir: Path | None, progress: Progress | None
+) -> Tensor:
+    """Of all images; files are decoded once, into a store."""
+    if images.pixels is not None:
+        return images.pixels
+    cache = (cache_dir or _home("CACHE", "store")).expanduser()
+    return open_store(label, images.folder, images.files, pipeline, cache, progress)
+
+
+def _folder_label(folder: str | Path) -> str:
+    """Readable in a listing; folders of the same name have the same one."""
+    return f"folder-{_plain(Path(folder).resolve().name)}"
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "_", text)[:40]
+
+
+def _home(variable: str, folder: str) -> Path:
+    return Path(os.environ.get(f"CONFITUNE_{variable}") or Path.home() / ".cache" / "confitune" / folder)

@@ -15,55 +15,40 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from confitune.tasks.errors import DataError
-from confitune.tasks.preprocess import Preprocess
-from confitune.tasks.progress import Progress
-from confitune.tasks.rgb import to_rgb
+from confitune.tasks.decode import to_rgb
+from confitune.tasks.errors import DataError, Progress
 from confitune.tasks.splits import stratified_split
-from confitune.tasks.task import Images, Task
+from confitune.tasks.task import Images, Preprocess, Task
 
 
-def tasks_from_datasets(
-    datasets: Sequence[Dataset[Any] | tuple[Dataset[Any], Dataset[Any]]],
+def task_from_dataset(
+    data: Dataset[Any] | tuple[Dataset[Any], Dataset[Any]],
+    name: str,
     preprocess: Preprocess,
     test_share: float,
     seed: int,
-    class_names: Sequence[Sequence[str]] | None,
-    task_names: Sequence[str] | None,
+    class_names: Sequence[str] | None,
     progress: Progress | None,
-) -> tuple[Task, ...]:
-    """One task for each dataset or (train, test) pair; see `TaskSequence.from_datasets` for the arguments."""
-    for option, given in (("class_names", class_names), ("task_names", task_names)):
-        if given is not None and len(given) != len(datasets):
-            raise DataError(f"{option} has {len(given)} entries for {len(datasets)} tasks; give one for each task")
-    tasks = []
-    for index, data in enumerate(datasets):
-        name = task_names[index] if task_names else f"task{index + 1}"
-        # Only a tuple is a pair: a list may well be a dataset itself.
-        parts = data if isinstance(data, tuple) else (data,)
-        if len(parts) > 2:
-            raise DataError(f"task {name!r}: expected a dataset or a tuple (train, test), got {len(parts)} datasets")
-        read = [_read(part, name, progress) for part in parts]
-        values = np.unique(read[0][1])
-        labels = [np.searchsorted(values, found) for _, found in read]
-        if len(read) == 1:
-            names = _names(parts[0], values, name, class_names[index] if class_names else None)
-            train, test = stratified_split(labels[0], names, test_share=test_share, seed=seed)
-            pixels, splits = read[0][0], [(train, labels[0][train]), (test, labels[0][test])]
-        else:
-            strangers = sorted(set(read[1][1].tolist()) - set(values.tolist()))
-            if strangers:
-                raise DataError(f"task {name!r}: the test set has labels that the training set lacks: {strangers}")
-            names = _names(parts[0], values, name, class_names[index] if class_names else None)
-            pixels = _stacked([read[0][0], read[1][0]], name)
-            count = len(read[0][1])
-            splits = [(np.arange(count), labels[0]), (np.arange(count, len(pixels)), labels[1])]
-        train_images, test_images = (
-            Images(pixels, torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(found.astype(np.int64)))
-            for rows, found in splits
-        )
-        tasks.append(Task(name, names, train_images, test_images, preprocess))
-    return tuple(tasks)
+) -> Task:
+    """A task of one dataset, which is split, or of a pair (train, test)."""
+    parts = data if isinstance(data, tuple) else (data,)  # only a tuple is a pair: a list may well be a dataset itself
+    if len(parts) not in (1, 2):
+        raise DataError(f"task {name!r}: expected a dataset or a tuple (train, test), got {len(parts)} datasets")
+    pixels, labels = zip(*(_read(part, name, progress) for part in parts), strict=True)
+    values = np.unique(labels[0])
+    if strangers := sorted(set(labels[-1].tolist()) - set(values.tolist())):
+        raise DataError(f"task {name!r}: the test set has labels that the training set lacks: {strangers}")
+    names = _names(parts[0], values, name, class_names)
+    if _kind(pixels[-1][0]) != _kind(pixels[0][0]):
+        raise _different(name, "0 of the test set", pixels[0][0], pixels[-1][0])
+    found = np.searchsorted(values, np.concatenate(labels))
+    if len(parts) == 1:
+        block, splits = pixels[0], stratified_split(found, names, test_share=test_share, seed=seed)
+    else:
+        rows, count = np.arange(len(found), dtype=np.int64), len(labels[0])
+        block, splits = torch.cat(pixels), (rows[:count], rows[count:])
+    train, test = (Images(block, torch.from_numpy(rows), torch.from_numpy(found[rows])) for rows in splits)
+    return Task(name, names, train, test, preprocess)
 
 
 def _read(dataset: Any, task: str, progress: Progress | None) -> tuple[Tensor, np.ndarray]:
@@ -83,8 +68,8 @@ def _read(dataset: Any, task: str, progress: Progress | None) -> tuple[Tensor, n
                 "a training and a test set go together as a tuple (train, test)"
             )
         images.append(_as_tensor(item[0], task, index))
-        if images[-1].shape != images[0].shape or images[-1].dtype != images[0].dtype:
-            raise _different(task, index, images[0], images[-1])
+        if _kind(images[-1]) != _kind(images[0]):
+            raise _different(task, str(index), images[0], images[-1])
         labels.append(_as_label(item[1], task, index))
         if progress is not None and ((index + 1) % 256 == 0 or index + 1 == count):
             progress(f"reading {task}", index + 1, count)
@@ -96,8 +81,7 @@ def _as_tensor(image: Any, task: str, index: int) -> Tensor:
         return torch.from_numpy(np.array(to_rgb(image))).permute(2, 0, 1).contiguous()
     got = type(image).__name__
     if isinstance(image, Tensor):
-        got = f"{image.dtype} {list(image.shape)}"
-        fits = image.dtype == torch.uint8 or image.is_floating_point()
+        got, fits = _kind(image), image.dtype == torch.uint8 or image.is_floating_point()
         if fits and image.ndim == 3 and image.shape[0] in (1, 3):
             return image.detach().cpu().expand(3, -1, -1)
     raise DataError(
@@ -126,15 +110,12 @@ def _names(dataset: Any, values: np.ndarray, task: str, given: Sequence[str] | N
     return tuple(str(value) for value in values)
 
 
-def _stacked(blocks: list[Tensor], task: str) -> Tensor:
-    if blocks[0].shape[1:] != blocks[1].shape[1:] or blocks[0].dtype != blocks[1].dtype:
-        raise _different(task, 0, blocks[0][0], blocks[1][0], where="of the test set")
-    return torch.cat(blocks)
+def _kind(image: Tensor) -> str:
+    return f"{image.dtype} {list(image.shape)}"
 
 
-def _different(task: str, index: int, first: Tensor, other: Tensor, where: str = "") -> DataError:
+def _different(task: str, which: str, first: Tensor, other: Tensor) -> DataError:
     return DataError(
-        f"task {task!r}: image {index} {where + ' ' if where else ''}is {other.dtype} {list(other.shape)}, "
-        f"the first one {first.dtype} {list(first.shape)}; give the datasets a transform that makes all images alike, "
-        "e.g. Compose([Resize(256), CenterCrop(224)])"
+        f"task {task!r}: image {which} is {_kind(other)}, the first one {_kind(first)}; give the datasets a transform "
+        "that makes all images alike, e.g. Compose([Resize(256), CenterCrop(224)])"
     )

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, overload
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
-from confitune.tasks.errors import DataError
-from confitune.tasks.own_datasets import tasks_from_datasets
-from confitune.tasks.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
-from confitune.tasks.progress import Progress
+from confitune.tasks.errors import DataError, Progress
+from confitune.tasks.own_datasets import task_from_dataset
 from confitune.tasks.splits import hold_out
-from confitune.tasks.task import Images, Task
+from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD, Images, Preprocess, Task
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,27 +159,24 @@ class TaskSequence(Sequence[Task]):
         Labels may be any integers; they are mapped to 0..C-1 within each task, in ascending order.
         """
         preprocess = Preprocess(tuple(mean), tuple(std), resize, crop)
-        tasks = tasks_from_datasets(datasets, preprocess, test_share, seed, class_names, task_names, progress)
-        return cls(name=name, pipeline="own", tasks=tasks)
+        for option, given in (("class_names", class_names), ("task_names", task_names)):
+            if given is not None and len(given) != len(datasets):
+                raise DataError(f"{option} has {len(given)} entries for {len(datasets)} tasks; give one for each task")
+        names = task_names or [f"task{index + 1}" for index in range(len(datasets))]
+        tasks = [
+            task_from_dataset(data, task, preprocess, test_share, seed, classes, progress)
+            for data, task, classes in zip(datasets, names, class_names or repeat(None), strict=False)
+        ]
+        return cls(name=name, pipeline="own", tasks=tuple(tasks))
 
 
 def _joined_images(parts: Sequence[Images], starts: Sequence[int]) -> Images:
     """One `Images` of all parts, each part's labels moved up to its place among all classes."""
-    blocks: list[Tensor] = []
-    for part in parts:
-        if not any(part.pixels is block for block in blocks):
-            blocks.append(part.pixels)
-    first_row, offsets = 0, []
-    for block in blocks:
-        offsets.append(first_row)
-        first_row += len(block)
-
-    def offset(part: Images) -> int:
-        return next(o for o, block in zip(offsets, blocks, strict=True) if block is part.pixels)
-
+    blocks = list({id(part.pixels): part.pixels for part in parts}.values())
+    first_rows = dict(zip(map(id, blocks), accumulate(map(len, blocks), initial=0), strict=False))
     return Images(
         # Tasks of one dataset share their pixels: then nothing is copied.
         pixels=blocks[0] if len(blocks) == 1 else torch.cat(blocks),
-        rows=torch.cat([part.rows + offset(part) for part in parts]),
+        rows=torch.cat([part.rows + first_rows[id(part.pixels)] for part in parts]),
         labels=torch.cat([part.labels + start for part, start in zip(parts, starts, strict=True)]),
     )

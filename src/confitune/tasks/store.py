@@ -23,12 +23,9 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from confitune.files import write_whole
-from confitune.tasks.errors import StoreError, UnreadableImageError
-from confitune.tasks.lock import exclusive, is_free
-from confitune.tasks.pipelines import CROP, Box, Pipeline
-from confitune.tasks.progress import Progress
-from confitune.tasks.rgb import open_rgb
+from confitune.files import exclusive, is_free, write_whole
+from confitune.tasks.decode import CROP, Box, Pipeline, open_rgb
+from confitune.tasks.errors import Progress, StoreError, UnreadableImageError
 
 FORMAT = 1  # raise when the file's layout or the decoding changes, so that older stores are not read
 CHECKED_BYTES = 256 * 2**20
@@ -61,10 +58,10 @@ def open_store(
     The tensor is a private mapping: pages are read when they are used and shared between processes; writing to it
     never reaches the file.
     """
-    say = progress or (lambda what, done, total: None)
 
-    def waiting() -> None:
-        say(f"waiting for another process to decode {name}", 0, len(files))
+    def say(what: str, done: int) -> None:
+        if progress is not None:
+            progress(f"{what} {name}", done, len(files))
 
     place = cache_dir / f"{name}-{pipeline.name}-{_key(folder, files, pipeline)}"
     shape = (len(files), 3, CROP, CROP)
@@ -72,20 +69,19 @@ def open_store(
     if stored is not None:
         return stored
     try:
-        with exclusive(_beside(place, ".lock"), waiting) as held:
-            stored = _read(place, shape)
-            if stored is not None:
-                return stored
-            if held:  # nobody else is writing: what lies here was left by a process that was killed
-                for leftover in cache_dir.glob(f"{place.name}.*.partial"):
-                    leftover.unlink()
-            _build(place, folder, files, pipeline, shape, lambda done: say(f"decoding {name}", done, len(files)))
+        with exclusive(_beside(place, ".lock"), lambda: say("waiting for another process to decode", 0)) as held:
+            stored = _read(place, shape)  # another process may have built it meanwhile
+            if stored is None:
+                if held:  # nobody else is writing: what lies here was left by a process that was killed
+                    for leftover in cache_dir.glob(f"{place.name}.*.partial"):
+                        leftover.unlink()
+                _build(place, folder, files, pipeline, shape, lambda done: say("decoding", done))
+                stored = _read(place, shape)
     except OSError as error:
         raise StoreError(
             f"cannot write the image store {place}.u8 ({math.prod(shape) / 2**20:.0f} MB): {error}; "
             "free some space or set cache_dir (or CONFITUNE_CACHE) to another folder"
         ) from error
-    stored = _read(place, shape)
     if stored is None:
         raise StoreError(f"the image store {place}.u8 was written but reads back differently; check the disk")
     return stored
@@ -129,13 +125,13 @@ def damaged_stores(cache: Path) -> list[Path]:
 
 def store_leftovers(cache: Path) -> list[Path]:
     """Files of stores that were not finished, whose process is gone: it would still hold the store's lock."""
-    found = [(path, _UNFINISHED.fullmatch(path.name)) for path in sorted(cache.iterdir())]
-    return [path for path, name in found if name and _is_left(path, cache / name["store"])]
-
-
-def _is_left(path: Path, place: Path) -> bool:
-    finished = path.suffix == ".json" and _beside(place, ".u8").exists()
-    return not finished and is_free(_beside(place, ".lock"))
+    left = []
+    for path in sorted(cache.iterdir()):
+        if name := _UNFINISHED.fullmatch(path.name):
+            finished = path.suffix == ".json" and path.with_suffix(".u8").exists()
+            if not finished and is_free(cache / f"{name['store']}.lock"):
+                left.append(path)
+    return left
 
 
 def _whole(pixels: Path, shape: tuple[int, ...] | None = None, checksum: bool = True) -> bool:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from confitune.deploy.predictor import Prediction, Predictor
-from confitune.deploy.server.limits import Limits
-from confitune.deploy.server.refusal import Refusal
+from confitune.deploy.server.limits import Limits, Refusal
 from confitune.errors import ConfituneError
 
 _log = logging.getLogger("confitune.serve")
@@ -133,7 +132,12 @@ class Batcher:
             if not job.answer.cancelled():
                 job.pixels = self._predictor.decode(job.data, job.name)
         except Exception as error:  # whatever a decoder makes of bytes from anywhere, it is the image's fault
-            _settle(job.answer, _unreadable(job.name, error))
+            reason = f"cannot read the image {job.name}: {type(error).__name__}"
+            if isinstance(error, ConfituneError):
+                reason = str(error)
+            else:
+                _log.warning("%r could not be decoded", job.name, exc_info=error)
+            _settle(job.answer, Refusal(422, "unreadable-image", reason, image=job.name))
         job.data = b""
         with self._changed:
             if job.pixels is None:
@@ -194,13 +198,6 @@ def _settle(answer: Future[Prediction], outcome: Prediction | Exception) -> None
             answer.set_result(outcome)
     except InvalidStateError:
         pass
-
-
-def _unreadable(name: str, error: Exception) -> Refusal:
-    if isinstance(error, ConfituneError):
-        return Refusal(422, "unreadable-image", str(error), image=name)
-    _log.warning("%r could not be decoded", name, exc_info=error)
-    return Refusal(422, "unreadable-image", f"cannot read the image {name}: {type(error).__name__}", image=name)
 
 
 def _closing() -> Refusal:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import Request
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
-from confitune.deploy.server.limits import Limits, megabytes
-from confitune.deploy.server.refusal import Refusal
+from confitune.deploy.server.limits import Limits, Refusal, megabytes
 
 _LONGEST_NAME = 200
 _LONGEST_FIELD = 1000
@@ -44,19 +44,8 @@ async def _read_form(request: Request, boundary: bytes, limits: Limits) -> Sent:
     try:
         if not boundary:
             raise FormParserError("its boundary is not named")
-        parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": form.part_begins,
-                "on_header_field": form.header_name,
-                "on_header_value": form.header_value,
-                "on_header_end": form.header_ends,
-                "on_headers_finished": form.data_begins,
-                "on_part_data": form.data,
-                "on_part_end": form.part_ends,
-                "on_end": form.ends,
-            },
-        )
+        callbacks: Any = {name: getattr(form, name) for name in vars(_Form) if name.startswith("on_")}
+        parser = MultipartParser(boundary, callbacks)
         async for chunk in request.stream():
             parser.write(chunk)
     except FormParserError as error:
@@ -91,7 +80,7 @@ class _Image:
 
 
 class _Form:
-    """Takes a form apart while it arrives."""
+    """Takes a form apart while it arrives; the parser calls the methods by their names."""
 
     def __init__(self, limits: Limits) -> None:
         self.sent = Sent()
@@ -103,23 +92,23 @@ class _Form:
         self._field: list[str] = []
         self._text = bytearray()
 
-    def part_begins(self) -> None:
+    def on_part_begin(self) -> None:
         self._headers.clear()
         self._text.clear()
         self._image = None
 
-    def header_name(self, data: bytes, start: int, end: int) -> None:
+    def on_header_field(self, data: bytes, start: int, end: int) -> None:
         self._name += data[start:end]
 
-    def header_value(self, data: bytes, start: int, end: int) -> None:
+    def on_header_value(self, data: bytes, start: int, end: int) -> None:
         self._value += data[start:end]
 
-    def header_ends(self) -> None:
+    def on_header_end(self) -> None:
         self._headers[self._name.decode("latin-1").lower()] = bytes(self._value)
         self._name.clear()
         self._value.clear()
 
-    def data_begins(self) -> None:
+    def on_headers_finished(self) -> None:
         _, options = parse_options_header(self._headers.get("content-disposition", b""))
         name = _text(options.get(b"name", b""))
         if name == "images":
@@ -134,7 +123,7 @@ class _Form:
         if len(self._field) == most:
             raise Refusal(422, "bad-field", f"there are more than {most} fields {name!r}")
 
-    def data(self, data: bytes, start: int, end: int) -> None:
+    def on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._image:
             self._image.add(data[start:end])
             return
@@ -142,14 +131,14 @@ class _Form:
         if len(self._text) > _LONGEST_FIELD:
             raise Refusal(422, "bad-field", f"a field has more than {_LONGEST_FIELD} bytes")
 
-    def part_ends(self) -> None:
+    def on_part_end(self) -> None:
         if self._image:
             self.sent.images.append(self._image.finished())
             self._image = None
         else:
             self._field.append(self._text.decode("utf-8", "replace"))
 
-    def ends(self) -> None:
+    def on_end(self) -> None:
         self.ended = True
 
 

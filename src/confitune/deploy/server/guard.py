@@ -1,23 +1,27 @@
-"""Around every request: bounds what arrives and how long it may take, and counts what is answered.
+"""Around every request and connection: bounds what arrives and how long it may take, and counts what is answered.
 
-uvicorn takes a body as long as it comes and as slowly as it comes; here it is counted while it arrives.
+uvicorn takes a body as long as it comes and as slowly as it comes; here it is counted while it arrives. Nor does
+uvicorn hang up on clients that send nothing or read nothing, or answer what waits when it is stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from contextlib import suppress
 
+import uvicorn
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from confitune.deploy.server.answers import refusal_response
-from confitune.deploy.server.limits import Limits, megabytes
+from confitune.deploy.server.batching import Batcher
+from confitune.deploy.server.limits import Limits, Refusal, megabytes
 from confitune.deploy.server.metrics import Metrics
-from confitune.deploy.server.refusal import Refusal
 
 _log = logging.getLogger("confitune.serve")
 _LINGER_SECONDS = 10.0
@@ -25,35 +29,18 @@ _SILENCE_SECONDS = 2.0
 _CLIENT_LEFT = 499  # as other servers count it; nobody sees the answer
 
 
-class BytesHeld:
-    """How many bytes of bodies are in memory, over all requests."""
-
-    def __init__(self, most: int) -> None:
-        self.held = 0
-        self._most = most
-
-    def check(self, count: int) -> None:
-        """Refuse if so many more are too many."""
-        if self.held + count > self._most:
-            detail = f"requests under way hold {megabytes(self._most)} together: try again later"
-            raise Refusal(429, "busy-bytes", detail, retry_after=1)
-
-
 class Guard:
     """The middleware around an app."""
 
-    def __init__(self, app: ASGIApp, *, limits: Limits, metrics: Metrics, held: BytesHeld) -> None:
-        self._app = app
-        self._limits = limits
-        self._metrics = metrics
-        self._held = held
+    def __init__(self, app: ASGIApp, *, limits: Limits, metrics: Metrics) -> None:
+        self._app, self._limits, self._metrics = app, limits, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on with its body under watch."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(scope, receive, send, self._limits, self._held)
+        exchange = _Exchange(scope, receive, send, self._limits, self._metrics)
         try:
             await self._app(scope, exchange.receive, exchange.send)
         except ClientDisconnect:
@@ -67,13 +54,13 @@ class Guard:
             exchange.release()
             # Paths come from clients: only those that exist become labels.
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.request(route, exchange.status or _CLIENT_LEFT)
+            self._metrics.requests.labels(route, str(exchange.status or _CLIENT_LEFT)).inc()
 
 
 class _Exchange:
     """One request and its answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, held: BytesHeld) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, metrics: Metrics) -> None:
         headers = Headers(scope=scope)
         length = headers.get("content-length", "")
         self.status: int | None = None
@@ -83,10 +70,7 @@ class _Exchange:
         self._arrived = 0
         self._taken = 0
         self._latest = time.monotonic() + limits.body_seconds
-        self._receive = receive
-        self._send = send
-        self._limits = limits
-        self._held = held
+        self._receive, self._send, self._limits, self._metrics = receive, send, limits, metrics
 
     async def receive(self) -> Message:
         """The next part of the body, or the news that the client has left."""
@@ -106,7 +90,7 @@ class _Exchange:
         self._check(count)
         self._arrived += count
         self._taken += count
-        self._held.held += count
+        self._metrics.body_bytes += count
         return message
 
     async def send(self, message: Message) -> None:
@@ -126,17 +110,17 @@ class _Exchange:
 
     def release(self) -> None:
         """The body is no longer held."""
-        self._held.held -= self._taken
+        self._metrics.body_bytes -= self._taken
         self._taken = 0
 
     def _check(self, count: int) -> None:
         if self._arrived + count > self._limits.body_bytes:
-            raise Refusal(
-                413,
-                "body-too-large",
-                f"the request has more than {megabytes(self._limits.body_bytes)}: send fewer or smaller images",
-            )
-        self._held.check(count)
+            most = megabytes(self._limits.body_bytes)
+            raise Refusal(413, "body-too-large", f"the request has more than {most}: send fewer or smaller images")
+        if self._metrics.body_bytes + count > self._limits.all_bodies_bytes:
+            most = megabytes(self._limits.all_bodies_bytes)
+            detail = f"requests under way hold {most} together: try again later"
+            raise Refusal(429, "busy-bytes", detail, retry_after=1)
 
     async def _drop_the_rest(self) -> None:
         """Take what the client still sends: closing on it would reset the connection, and the answer would be lost."""
@@ -146,3 +130,62 @@ class _Exchange:
                 wait = min(_SILENCE_SECONDS, end - time.monotonic())
                 message = await asyncio.wait_for(self._receive(), wait)
                 self._unread = message["type"] == "http.request" and message.get("more_body", False)
+
+
+def bounded_protocol(limits: Limits) -> type[H11Protocol]:
+    """HTTP/1.1 that hangs up on clients which do not send their headers or do not read their answers."""
+
+    class BoundedProtocol(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._due: dict[str, asyncio.TimerHandle] = {}
+            self._expect("headers", limits.header_seconds)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is None or self.cycle.response_complete:  # part of the next request's headers
+                self._expect("headers", limits.header_seconds)
+            else:
+                self._came("headers")
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._expect("reading", limits.body_seconds)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._came("reading")
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._came("headers")
+            self._came("reading")
+
+        def _expect(self, what: str, seconds: float) -> None:
+            if what not in self._due:  # to expect it again gives no more time
+                # Not close(), which would wait until the client has read everything.
+                self._due[what] = self.loop.call_later(seconds, self.transport.abort)
+
+        def _came(self, what: str) -> None:
+            if what in self._due:
+                self._due.pop(what).cancel()
+
+    return BoundedProtocol
+
+
+class DrainingServer(uvicorn.Server):
+    """Answers what waits when it is stopped, and refuses what takes too long."""
+
+    def __init__(self, config: uvicorn.Config, batcher: Batcher, seconds: float) -> None:
+        super().__init__(config)
+        self._batcher = batcher
+        self._seconds = seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the batcher at once: uvicorn would wait for the answers first, and closes the app only then."""
+        closing = asyncio.create_task(asyncio.to_thread(self._batcher.close, self._seconds))
+        await super().shutdown(sockets)
+        if self.force_exit:  # a second Ctrl-C, upon which uvicorn leaves the app open
+            await asyncio.to_thread(self._batcher.close)
+            await self.lifespan.shutdown()
+        await closing

@@ -1,12 +1,14 @@
-"""What a server takes before it says no."""
+"""What a server takes, and how it says no."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from confitune.errors import ConfituneError
 
 _MB = 1_000_000
+_TASKS_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,43 @@ class Limits:
                 f"a request may have {megabytes(self.body_bytes)}, and all together only "
                 f"{megabytes(self.all_bodies_bytes)}: raise all_bodies_bytes or lower body_bytes"
             )
+
+
+@dataclass(eq=False)
+class Refusal(ConfituneError):
+    """Ends a request with an HTTP status, a word for programs and a sentence for people.
+
+    Args:
+        status: of the answer.
+        error: what was wrong in one word that stays the same.
+        detail: what was wrong and what to do.
+        image: the image it is about.
+        tasks: those that there are.
+        retry_after: seconds after which it may go better.
+    """
+
+    status: int
+    error: str
+    detail: str
+    image: str | None = None
+    tasks: tuple[str, ...] | None = None
+    retry_after: int | None = None
+
+    def __str__(self) -> str:
+        return self.detail
+
+
+def unknown_task(name: str, known: Iterable[str]) -> Refusal:
+    """The refusal of a task that the model has not learned, with those that it has.
+
+    >>> str(unknown_task("cats", ["birds", "pets"]))
+    "there is no task 'cats'; there are: birds, pets"
+    """
+    names = tuple(known)
+    shown = names[:_TASKS_SHOWN]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    detail = f"there is no task {name[:100]!r}; there are: {', '.join(shown)}{more}"
+    return Refusal(404, "unknown-task", detail, tasks=shown)
 
 
 def megabytes(count: int) -> str:

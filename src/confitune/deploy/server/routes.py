@@ -1,26 +1,21 @@
-"""What can be asked of the server."""
+"""What can be asked of the server: by programs, and by people, who get a page."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from importlib.resources import files
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import ClientDisconnect
 
 from confitune.deploy.predictor import MOST_GUESSED, Prediction, Predictor, too_many_to_guess
-from confitune.deploy.server.answers import documented
-from confitune.deploy.server.batching import Batcher
-from confitune.deploy.server.forms import Sent, read_sent
-from confitune.deploy.server.limits import Limits
-from confitune.deploy.server.metrics import Metrics
-from confitune.deploy.server.refusal import Refusal, unknown_task
-from confitune.deploy.server.schemas import (
+from confitune.deploy.server.answers import (
     ClassScore,
     Health,
     ImagePrediction,
@@ -28,7 +23,12 @@ from confitune.deploy.server.schemas import (
     RequestLimits,
     TaskEntry,
     TasksAnswer,
+    documented,
 )
+from confitune.deploy.server.batching import Batcher
+from confitune.deploy.server.forms import Sent, read_sent
+from confitune.deploy.server.limits import Limits, Refusal, unknown_task
+from confitune.deploy.server.metrics import Metrics
 
 _TOP = 5
 _MOST = 1000
@@ -56,6 +56,22 @@ _BODY: dict[str, Any] = {
             "image/*": {"schema": {"type": "string", "format": "binary"}},
         },
     }
+}
+
+_PAGE = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+# Even a class or file name that got past the page's care could not run, nor ask anything of another server.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
 }
 
 
@@ -88,7 +104,8 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, metrics: Me
         del sent  # the files: decoders have them
         found = await _wait(request, answers, limits.request_seconds)
         seconds = time.perf_counter() - began
-        metrics.answered(len(found), seconds)
+        metrics.images.inc(len(found))
+        metrics.seconds.observe(seconds)
         content = PredictAnswer(
             predictions=[_shown(name, prediction, wanted) for name, prediction in zip(names, found, strict=True)],
             milliseconds=round(1000 * seconds, 2),
@@ -99,10 +116,7 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, metrics: Me
     async def tasks() -> TasksAnswer:
         return TasksAnswer(
             name=predictor.name,
-            tasks=[
-                TaskEntry(name=name, classes=list(t.classes), accuracy=t.accuracy, images=t.images, learned=t.learned)
-                for name, t in predictor.tasks.items()
-            ],
+            tasks=[TaskEntry(name=name, **vars(info)) for name, info in predictor.tasks.items()],
             limits=RequestLimits(body_bytes=limits.body_bytes, image_bytes=limits.image_bytes, images=limits.images),
         )
 
@@ -114,7 +128,21 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, metrics: Me
 
     @app.get("/metrics", summary="Counters for Prometheus", response_class=Response)
     async def read_metrics() -> Response:
-        return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def add_page(app: FastAPI) -> None:
+    """The people's side of an app. Paths are looked up, never opened: there is nothing to climb out of."""
+    for path, (name, kind) in _PAGE.items():
+        content = files("confitune.deploy.server").joinpath("page", name).read_bytes()
+        app.add_api_route(path, _endpoint(content, kind), include_in_schema=False)
+
+
+def _endpoint(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
+    async def asset() -> Response:
+        return Response(content, headers=_PAGE_HEADERS | {"Content-Type": kind})
+
+    return asset
 
 
 def _tasks_of(sent: Sent, queried: list[str], predictor: Predictor) -> list[str | None]:

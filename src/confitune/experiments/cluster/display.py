@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from confitune.engine import LiveProgress, progress_board
-from confitune.experiments.cluster.messages import DECODING, PLACED, Message
+from confitune.experiments.cluster.worker import DECODING, PLACED, Message
 from confitune.experiments.job import Job
 
 

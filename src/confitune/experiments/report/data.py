@@ -1,4 +1,4 @@
-"""What a report shows, computed once for the page and for its Markdown twin.
+"""What a report shows, numbers and tables, computed once for the page and for its Markdown twin.
 
 Texts are made here and nowhere else, by the functions that make the summary's, so that a number reads the same wherever
 it stands.
@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confitune.engine import RunResult, TaskEntry
+from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.markdown import summary_markdown
-from confitune.experiments.summary import collect_results, shown, summarised
+from confitune.experiments.identity import filled
+from confitune.experiments.job import RESULT
+from confitune.experiments.summary import collect_results, details, shown, summarised
 from confitune.metrics import average_accuracy_curve, mean_and_interval
 
 Array = NDArray[np.float64]
@@ -29,6 +30,15 @@ EXPLAINED = (
     "each task right after it was learned. BWT: how later tasks changed earlier ones. All in percent. Numbers a task: "
     "what the first task added to what is stored (joint has one task, all of them). Mean ± 95% interval over seeds."
 )
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A caption, column titles and rows; the first cell of a row names it."""
+
+    caption: str
+    columns: list[str]
+    rows: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,14 @@ class MethodRuns:
         """What each task lost between these two; negative is a gain."""
         return [shown_known(self.matrices[:, i, i] - self.matrices[:, i, -1]) for i in range(self.tasks)]
 
+    def matrix_table(self) -> TextTable:
+        """Mean accuracy matrix over seeds, blank where nothing was measured."""
+        rows = [
+            [f"task {i + 1}", *("" if np.isnan(value) else shown_known([value]) for value in row)]
+            for i, row in enumerate(self.matrices.mean(axis=0))
+        ]
+        return TextTable(self.name, ["", *(f"after {k}" for k in range(1, self.tasks + 1))], rows)
+
 
 @dataclass(frozen=True)
 class DatasetRuns:
@@ -117,23 +135,45 @@ class DatasetRuns:
     def details(self) -> str:
         """What was run, in the words of the summary."""
         by_name = sorted(self.methods, key=lambda method: method.name)  # the summary's order
-        text = summary_markdown({self.name: {method.name: method.entry for method in by_name}})
-        return text.removeprefix(f"**{self.name}**, ").partition("\n")[0]
+        return details([method.entry for method in by_name])
 
     @property
     def commands(self) -> list[str]:
         """The commands that made it, each once."""
         return list(dict.fromkeys(result.command for method in self.methods for result in method.results))
 
-    @property
-    def task_details(self) -> list[TaskEntry]:
-        """Name, classes and images of each task, from a method that learned all of them if there is one."""
-        return max((method.results[0].tasks for method in self.methods), key=len)
-
     def is_best(self, method: MethodRuns) -> bool:
         """Whether no method has a higher accuracy."""
         highest = max(other.entry["acc"]["mean"] for other in self.methods)
         return bool(method.entry["acc"]["mean"] == highest)
+
+    def curve_table(self) -> TextTable:
+        """Average accuracy after each task."""
+        rows = {method.name: method.curve_texts() for method in self.methods}
+        return self._by_task("Average accuracy on the tasks learned so far (%)", "after", rows)
+
+    def lost_table(self) -> TextTable:
+        """What each task lost since it was learned."""
+        rows = {method.name: method.lost_texts() for method in self.methods}
+        caption = "What each task lost between the moment it was learned and the end (percentage points)"
+        return self._by_task(caption, "task", rows)
+
+    def _by_task(self, caption: str, word: str, rows: dict[str, list[str]]) -> TextTable:
+        """A column for each task; methods that learned fewer have '-' for the others."""
+        columns = ["method", *(f"{word} {k}" for k in range(1, self.tasks + 1))]
+        filled_up = [[name, *texts, *["-"] * (self.tasks - len(texts))] for name, texts in rows.items()]
+        return TextTable(caption, columns, filled_up)
+
+    def storage_table(self) -> TextTable:
+        """What is stored."""
+        rows = [[m.name, f"{m.stored:,}", f"{max(m.entry['numbers_per_task']):,}"] for m in self.methods]
+        return TextTable("Numbers stored beside the shared network", ["method", "all tasks", "first task"], rows)
+
+    def task_table(self) -> TextTable:
+        """What was learned, as a method says that learned all tasks if there is one."""
+        tasks = max((method.results[0].tasks for method in self.methods), key=len)
+        rows = [[t["name"], ", ".join(t["classes"]), str(t["train_images"]), str(t["test_images"])] for t in tasks]
+        return TextTable("Tasks", ["task", "classes", "training images", "test images"], rows)
 
 
 @dataclass(frozen=True)
@@ -179,7 +219,7 @@ def _dataset(folder: Path, name: str, methods: dict[str, list[RunResult]]) -> Da
     runs = [MethodRuns(method, results) for method, results in methods.items()]
     runs.sort(key=lambda method: -method.entry["acc"]["mean"])
     started = (path for path in sorted((folder / name).glob("*/seed-*")) if path.is_dir())
-    unfinished = [f"{path.parent.name}/{path.name}" for path in started if not (path / "result.json").exists()]
+    unfinished = [f"{path.parent.name}/{path.name}" for path in started if not (path / RESULT).exists()]
     return DatasetRuns(name, runs, unfinished)
 
 
@@ -190,3 +230,24 @@ def _hint(folder: Path) -> str:
             return f"but there are some in {path.parents[3]}; name that folder"
         return f"but {path} is one; name the folder that holds <dataset>/<method>/seed-<k>"
     return f"`confitune run --out {folder}` writes them as <dataset>/<method>/seed-<k>/result.json"
+
+
+def run_facts(result: RunResult) -> dict[str, str]:
+    """What it takes to judge a run and to repeat it."""
+    known = filled(result.config)
+    options = known.pop("options")
+    set_options = [f"{part}.{name}={value}" for part, values in options.items() for name, value in values.items()]
+    config = [f"{name}={value}" for name, value in known.items() if value is not None]
+    return {
+        "accuracy": shown_known([result.acc]),
+        "seconds": shown_known([result.seconds]),
+        "device": result.device,
+        "execution": result.execution,
+        "command": result.command,
+        "options": ", ".join(set_options) or "none",
+        "configuration": ", ".join(config),
+        "versions": ", ".join(f"{package} {version}" for package, version in result.versions.items()),
+        "weights": result.weights,
+        "weights hash": result.weights_sha256,
+        "final hash": result.final_sha256,
+    }

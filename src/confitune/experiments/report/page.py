@@ -2,27 +2,34 @@
 
 Tables and provenance are written here; pictures are drawn by the page's script from `charts_json`. A content security
 policy forbids every request and every script but that one, so that a name which got past the escaping could not run.
+The script computes places in the picture and nothing else: cells of matrices are rounded here, because JavaScript
+rounds halves up and Python to even.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from html import escape
 from importlib.resources import files
 from string import Template
+from typing import Any
+
+import numpy as np
 
 from confitune.experiments.drawing import COLOURS
-from confitune.experiments.report.charts import charts_json
-from confitune.experiments.report.data import EXPLAINED, DatasetRuns, MethodRuns, Report
-from confitune.experiments.report.tables import (
+from confitune.experiments.report.data import (
+    EXPLAINED,
+    Array,
+    DatasetRuns,
+    MethodRuns,
+    Report,
     TextTable,
-    curve_table,
-    lost_table,
     run_facts,
-    storage_table,
-    task_table,
+    shown_known,
 )
+from confitune.metrics import mean_and_interval
 
 _SCRIPTS = ("plots.js", "heatmaps.js", "report.js")
 
@@ -68,13 +75,13 @@ def _dataset(index: int, data: DatasetRuns) -> str:
         unfinished=_unfinished(data),
         commands="\n".join(f"<pre><code>{escape(command)}</code></pre>" for command in data.commands),
         tasks=data.tasks,
-        task_table=_table(task_table(data)),
+        task_table=_table(data.task_table()),
         explained=escape(EXPLAINED),
         columns="".join(_column(title) for title in ("method", *data.methods[0].cells())),
         rows="\n".join(_row(method, best=data.is_best(method)) for method in data.methods),
-        curve_table=_table(curve_table(data)),
-        lost_table=_table(lost_table(data)),
-        storage_table=_table(storage_table(data)),
+        curve_table=_table(data.curve_table()),
+        lost_table=_table(data.lost_table()),
+        storage_table=_table(data.storage_table()),
         seeds=options,
         runs="\n".join(_method_runs(method) for method in data.methods),
     )
@@ -122,3 +129,58 @@ def _method_runs(method: MethodRuns) -> str:
     count = len(method.results)
     word = "run" if count == 1 else "runs"
     return f"<details><summary>{escape(method.name)}: {count} {word}</summary>\n{runs}\n</details>"
+
+
+def charts_json(report: Report) -> str:
+    """The report's pictures as JSON that may stand inside a script element, whatever names it holds.
+
+    `<` would let a name end the element, so it is written as its escape, which JSON reads back as the same text.
+    """
+    text = json.dumps({"datasets": [_chart(data) for data in report.datasets]}, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _chart(data: DatasetRuns) -> dict[str, Any]:
+    return {"name": data.name, "tasks": data.tasks, "methods": [_lines(method) for method in data.methods]}
+
+
+def _lines(method: MethodRuns) -> dict[str, Any]:
+    mean, half_width = np.array([mean_and_interval(column)[:2] for column in method.curves.T]).T
+    average = method.matrices.mean(axis=0)
+    seeds = [result.seed for result in method.results]
+    return {
+        "name": method.name,
+        "curve": {
+            "mean": _numbers(mean, 4),
+            "half": _numbers(half_width, 4),
+            "lowest": _numbers(method.curves.min(axis=0), 4),
+            "texts": method.curve_texts(),
+        },
+        "tasks": {
+            "learned": _numbers(average.diagonal(), 4),
+            "kept": _numbers(average[:, -1], 4),
+            "texts": [
+                {"learned": learned, "kept": kept, "lost": lost}
+                for learned, kept, lost in zip(
+                    method.learned_texts(), method.kept_texts(), method.lost_texts(), strict=True
+                )
+            ],
+        },
+        "views": {
+            "mean": {"cells": _cells(average), "averages": method.curve_texts()},
+            **{
+                str(seed): {"cells": _cells(matrix), "averages": [shown_known([value]) for value in curve]}
+                for seed, matrix, curve in zip(seeds, method.matrices, method.curves, strict=True)
+            },
+        },
+        "stored": method.stored,
+        "stored_text": f"{method.stored:,}",
+    }
+
+
+def _cells(matrix: Array) -> list[list[float | None]]:
+    return [_numbers(row, 1) for row in matrix]
+
+
+def _numbers(values: Array, digits: int) -> list[float | None]:
+    return [None if np.isnan(value) else round(float(value), digits) for value in values]

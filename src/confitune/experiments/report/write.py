@@ -1,12 +1,13 @@
-"""Where the report goes."""
+"""The report as Markdown, and where both forms of it go."""
 
 from __future__ import annotations
 
+import html
+import re
 from pathlib import Path
 
 from confitune.errors import ConfituneError
-from confitune.experiments.report.data import collect_report
-from confitune.experiments.report.markdown import report_markdown
+from confitune.experiments.report.data import EXPLAINED, DatasetRuns, Report, TextTable, collect_report, run_facts
 from confitune.experiments.report.page import report_page
 from confitune.files import write_whole
 
@@ -36,3 +37,52 @@ def write_report(folder: Path, out: Path | None = None, title: str | None = None
         why = f"{error.strerror}; choose another place with --out"
         raise ConfituneError(f"the report cannot be written to {out}: {why}") from error
     return out, out.with_suffix(".md")
+
+
+def report_markdown(report: Report) -> str:
+    """Everything the page shows of all seeds, and every run's provenance."""
+    parts = [f"# {plain(report.title)}", f"{report.what}."]
+    for data in report.datasets:
+        parts += _dataset(data)
+    return "\n\n".join(parts) + "\n"
+
+
+def plain(text: str) -> str:
+    r"""A text that Markdown shows as it is, on one line.
+
+    >>> print(plain("a|b <img> [x](y) *z*"))
+    a\|b &lt;img&gt; \[x\](y) \*z\*
+    """
+    return re.sub(r"([\\`*\[\]|])", r"\\\1", html.escape(" ".join(text.splitlines()), quote=False))
+
+
+def _dataset(data: DatasetRuns) -> list[str]:
+    parts = [f"## {plain(data.name)}", f"{plain(data.details)}."]
+    if data.unfinished:
+        parts.append(f"Not finished, and not counted: {plain(', '.join(data.unfinished))}.")
+    columns = ["method", *data.methods[0].cells()]
+    rows = []
+    for method in data.methods:
+        name = f"**{plain(method.name)}** (best ACC)" if data.is_best(method) else plain(method.name)
+        rows.append([name, *(text for text, _ in method.cells().values())])
+    parts += [_lines(columns, rows), EXPLAINED]
+    for table in (data.curve_table(), data.lost_table(), data.storage_table()):
+        parts += [f"### {table.caption}", _table(table)]
+    parts.append("### Accuracy of each task after each task (%), mean over seeds")
+    for table in (method.matrix_table() for method in data.methods):
+        parts += [f"#### {plain(table.caption)}", _table(table)]
+    parts += ["### Tasks", _table(data.task_table()), "### Runs"]
+    for method in data.methods:
+        for result in method.results:
+            facts = [f"- {name}: {plain(value)}" for name, value in run_facts(result).items()]
+            parts += [f"#### {plain(method.name)}, seed {result.seed}", "\n".join(facts)]
+    return parts
+
+
+def _table(table: TextTable) -> str:
+    return _lines(table.columns, [[plain(cell) for cell in row] for row in table.rows])
+
+
+def _lines(columns: list[str], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

@@ -1,4 +1,4 @@
-"""The figures that need no more than finished runs: accuracy curves, and storage."""
+"""The figures that need no more than finished runs: accuracy curves, storage; and the propositions, which need none."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from confitune.analysis import measure_storage
+from confitune.analysis import check_proposition1, check_proposition2, check_proposition3, measure_storage
+from confitune.experiments.drawing import Lines, draw_panels, save_figure
 from confitune.experiments.paper import reported_storage
 from confitune.experiments.place import Place
-from confitune.experiments.plots import draw_curves
-from confitune.experiments.reproduce.compare import Claim
-from confitune.experiments.reproduce.outcome import Outcome
-from confitune.experiments.reproduce.pictures import draw_panels, picture_name
+from confitune.experiments.plots import curves_figure
+from confitune.experiments.reproduce.outcome import Outcome, picture_name
 from confitune.experiments.reproduce.plan import TABLE1, Part, Scope, by_dataset, results_of
+from confitune.experiments.summary import markdown_table
 from confitune.metrics import average_accuracy_curve
 from confitune.tasks import dataset_info
 
@@ -29,14 +29,13 @@ def curves(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         }
         if not found:
             continue
-        picture = picture_name("curves", dataset)
-        draw_curves(found, scope.out / picture, title=f"{dataset}: average accuracy on the tasks learned so far")
-        outcome.pictures.append(picture)
+        outcome.pictures.append(picture_name("curves", dataset))
+        figure = curves_figure(found, title=f"{dataset}: average accuracy on the tasks learned so far")
+        save_figure(figure, scope.out / outcome.pictures[-1])
         outcome.data[dataset] = {method: seeds.mean(0).tolist() for method, seeds in found.items()}
         steps = len(next(iter(found.values()))[0])
-        head = "| method | " + " | ".join(f"task {i + 1}" for i in range(steps)) + " |"
-        rows = [f"| {m} | " + " | ".join(f"{a:.1f}" for a in seeds.mean(0)) + " |" for m, seeds in found.items()]
-        outcome.tables[dataset] = "\n".join([head, "|---" * (steps + 1) + "|", *rows])
+        rows = [[method, *(f"{acc:.1f}" for acc in seeds.mean(0))] for method, seeds in found.items()]
+        outcome.tables[dataset] = markdown_table(["method", *(f"task {i + 1}" for i in range(steps))], rows)
     return outcome
 
 
@@ -46,47 +45,103 @@ def storage(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     told = reported_storage()
     for dataset in scope.datasets:
         recipe, info = scope.recipe(dataset, "confit"), dataset_info(dataset)
-        tasks, classes = recipe.tasks or info.tasks or 10, recipe.classes_per_task or info.classes_per_task or 10
+        classes = recipe.classes_per_task or info.classes_per_task or 10
+        methods = scope.chosen(TABLE1)
         found = measure_storage(
             recipe.model,
-            scope.chosen(TABLE1),
+            methods,
             classes_per_task=classes,
-            tasks=tasks,
+            tasks=recipe.tasks or info.tasks or 10,
             image_size=info.image_size,
             means=recipe.means,
         )
-        lines: dict[str, tuple[list[float], list[float]]] = {}
+        kept = {method: [row.kept or 0 for row in found.of(method)] for method in methods}
+        lines: Lines = {m: ([row.tasks for row in found.of(m)], list(map(float, kept[m]))) for m in methods}
         rows = [
-            "| method | kept after 1 task | kept after all | peak while training | heads |",
-            "|---|---|---|---|---|",
+            [m, *(f"{n:,}" for n in (kept[m][0], kept[m][-1], found.of(m)[-1].peak or 0, found.of(m)[-1].heads))]
+            for m in methods
         ]
-        for method in scope.chosen(TABLE1):
-            of_it = found.of(method)
-            lines[method] = ([row.tasks for row in of_it], [float(row.kept or 0) for row in of_it])
-            first, last = of_it[0], of_it[-1]
-            rows.append(
-                f"| {method} | {first.kept or 0:,} | {last.kept or 0:,} | {last.peak or 0:,} | {last.heads:,} |"
-            )
-        picture = picture_name("storage", dataset)
         heading = f"{recipe.model}, {classes} classes a task, heads not counted"
+        head = ["method", "kept after 1 task", "kept after all", "peak while training", "heads"]
+        outcome.tables[f"{dataset}: {heading}"] = markdown_table(head, rows)
+        outcome.pictures.append(picture_name("storage", dataset))
         draw_panels(
             {heading: lines},
-            scope.out / picture,
+            scope.out / outcome.pictures[-1],
             title=f"{dataset}: numbers kept between tasks",
             x="tasks",
             y={heading: "numbers (logarithmic above 1,000)"},
             scale="symlog",
         )
-        outcome.pictures.append(picture)
-        outcome.tables[f"{dataset}: {heading}"] = "\n".join(rows)
         outcome.data[dataset] = found.model_dump(mode="json")
-        if recipe.variance != "stored" or recipe.follow != "weights" or recipe.rank is not None:
-            outcome.notes.append(f"{dataset}: counted with stored variances and without a rank, whatever is asked for")
-        if recipe.model.startswith("resnet18"):
-            for method in ("confit", "ccll"):
-                kept = next((row.kept for row in found.of(method) if row.tasks == 1), None)
-                if kept is not None:
-                    near = abs(kept - told[method]) / told[method] <= 0.25
-                    text = f"a task of {method} adds {told[method] / 1e6:.2f}M numbers"
-                    outcome.claims.append(Claim(text=text, measured=f"{kept:,}", holds=near))
+        for method in ("confit", "ccll") if recipe.model.startswith("resnet18") else ():
+            one = next((row.kept for row in found.of(method) if row.tasks == 1), None)
+            if one is not None:
+                near = abs(one - told[method]) / told[method] <= 0.25
+                text = f"a task of {method} adds {told[method] / 1e6:.2f}M numbers"
+                outcome.claim(text, f"{one:,}", near)
+    return outcome
+
+
+def theory(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
+    """Propositions 1 to 3 as numerical checks."""
+    first, second, third = check_proposition1(), check_proposition2(), check_proposition3()
+    outcome = Outcome(what="theory", title="Propositions 1 to 3, checked by numbers")
+    outcome.claim(
+        "1: the mean of a convolution's output is the convolution of the mean (padding K - 1, any stride)",
+        f"largest difference {first.worst_violation:.1e} in {first.cases} random cases",
+        first.holds,
+    )
+    outcome.claim(
+        "2: the loss of an earlier task is bounded below by how badly the head was aligned",
+        f"largest violation {second.worst_violation:.1e} in {second.instances} instances",
+        second.holds,
+    )
+    tightness = ", ".join(f"{level.distance:.2f}: {level.tightness:.2f}" for level in second.levels)
+    text = "2: the bound is tighter the better the features are"
+    outcome.claim(text, tightness, second.tighter_with_better_features)
+    text = "3: probing first, then fine-tuning moves no features and forgets nothing"
+    outcome.claim(text, f"largest move or loss {third.worst_violation:.1e}", third.holds)
+    sizes = {
+        f"padding {padding}": (
+            [b.size for b in first.borders if b.padding == padding],
+            [max(b.error, 1e-17) for b in first.borders if b.padding == padding],
+        )
+        for padding in sorted({b.padding for b in first.borders})
+    }
+    levels = [level.distance for level in second.levels]
+    tasks = list(range(1, len(third.plain.forgotten) + 1))
+    for name, title, lines, x, y, scale in (
+        ("proposition-1", "Proposition 1: error of a 3 x 3 convolution's mean", sizes, "image size", "error", "log"),
+        (
+            "proposition-2",
+            "Proposition 2: the loss and its bound",
+            {
+                "loss of the earlier task": (levels, [level.error for level in second.levels]),
+                "bound": (levels, [level.bound for level in second.levels]),
+            },
+            "distance of the features from good ones",
+            "worst-case loss, square root",
+            "linear",
+        ),
+        (
+            "proposition-3",
+            "Proposition 3: what earlier tasks lose",
+            {
+                "fine-tuning": (tasks, third.plain.forgotten),
+                "probing first": (tasks, third.probing_first.forgotten),
+            },
+            "tasks learned",
+            "worst-case loss added",
+            "linear",
+        ),
+    ):
+        picture = f"{name}.png"
+        draw_panels({"": lines}, scope.out / picture, title=title, x=x, y={"": y}, scale=scale)
+        outcome.pictures.append(picture)
+    outcome.data = {
+        "proposition 1": first.model_dump(mode="json"),
+        "proposition 2": second.model_dump(mode="json"),
+        "proposition 3": third.model_dump(mode="json"),
+    }
     return outcome

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from confitune.analysis import OverChannels, ShiftResult
-from confitune.experiments.reproduce.outcome import Outcome
-from confitune.experiments.reproduce.pictures import draw_panels, picture_name
+from confitune.experiments.drawing import draw_panels
+from confitune.experiments.reproduce.outcome import Outcome, picture_name
 from confitune.experiments.reproduce.plan import Scope
+from confitune.experiments.summary import markdown_table
 
 # Heading -> what is drawn of it, and its unit.
 _PANELS = {
@@ -115,22 +116,23 @@ def _quantities(result: ShiftResult) -> dict[str, list[OverChannels]]:
 
 def _overview(measured: Mapping[str, _Errors]) -> str:
     """One row a method."""
-    rows = ["| method | mean error | most in | variance moved | most in | variance error | most in |", "|---" * 7 + "|"]
+    rows = []
     for method, errors in measured.items():
         cells = []
         for name, _ in _PANELS.values():
             values = errors.rms[name]
             most = int(values.argmax())
             cells += [f"{values.mean():.3f}", f"{errors.layers[most]}: {values[most]:.3f}"]
-        rows.append(f"| {method} | " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+        rows.append([method, *cells])
+    head = ["method", "mean error", "most in", "variance moved", "most in", "variance error", "most in"]
+    return markdown_table(head, rows)
 
 
 def _by_layer(errors: _Errors) -> str:
     """One row a convolution, with the worst channel after the last task."""
     head = ["convolution", "channels", "near zero", "mean error", "worst channel"]
     head += ["variance moved", "worst channel", "variance error", "worst channel"]
-    rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    rows = []
     for place, layer in enumerate(errors.layers):
         rms = {name: f"{values[place]:.3f}" for name, values in errors.rms.items()}
         worst = {n: f"{layers[place].worst_channel}: {layers[place].worst:+.3f}" for n, layers in errors.worst.items()}
@@ -145,8 +147,8 @@ def _by_layer(errors: _Errors) -> str:
             f"{rms['variance_error_after_first']} → {rms['variance_error_after_last']}",
             worst["variance_error_after_last"],
         ]
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+        rows.append(cells)
+    return markdown_table(head, rows)
 
 
 def _draw(outcome: Outcome, scope: Scope, dataset: str, measured: Mapping[str, _Errors]) -> None:

@@ -1,23 +1,60 @@
-"""The figures about moments: representational shift per convolution, and the test set's true moments."""
+"""The figures about moments: representational shift per convolution, and the test set's true moments.
+
+Both are measured while the runs of the ablation go on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from confitune.analysis import SavedResult, ShiftResult, TransductiveResult
+from confitune.analysis import SavedResult, ShiftRecorder, ShiftResult, TransductiveResult, transductive_accuracy
+from confitune.engine import Listener
+from confitune.experiments.drawing import draw_panels
 from confitune.experiments.place import Place
-from confitune.experiments.reproduce.compare import Claim, shown
 from confitune.experiments.reproduce.moment_errors import add_moment_errors
-from confitune.experiments.reproduce.outcome import Outcome
-from confitune.experiments.reproduce.pictures import draw_panels, picture_name
+from confitune.experiments.reproduce.outcome import Outcome, picture_name, shown
 from confitune.experiments.reproduce.plan import Part, Scope, by_dataset
-from confitune.experiments.reproduce.watch import SHIFT, TRANSDUCTIVE
+from confitune.experiments.summary import markdown_table
 from confitune.metrics import mean_and_interval
+from confitune.nn import ContinualNet
+from confitune.settings import TrainSettings
+from confitune.tasks import TaskSequence
+
+SHIFT, TRANSDUCTIVE = "shift.json", "transductive.json"
 
 Saved = TypeVar("Saved", bound=SavedResult)
+
+
+def watch_moments(
+    net: ContinualNet, sequence: TaskSequence, settings: TrainSettings, folder: Path
+) -> Sequence[Listener]:
+    """Listeners that leave `shift.json` and `transductive.json` in the run's folder."""
+    shift = ShiftRecorder(net, sequence, settings, folder)
+    return (shift, _Writer(shift, net, sequence, settings, folder))
+
+
+class _Writer(Listener):
+    def __init__(
+        self, shift: ShiftRecorder, net: ContinualNet, sequence: TaskSequence, settings: TrainSettings, folder: Path
+    ) -> None:
+        self._shift, self._net, self._sequence, self._settings, self._folder = shift, net, sequence, settings, folder
+
+    def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
+        if first_task == len(self._sequence):  # broken off between the last task and its result
+            self._write()
+
+    def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
+        if task == len(self._sequence) - 1:
+            self._write()
+
+    def _write(self) -> None:
+        self._shift.result().save(self._folder / SHIFT)
+        found = transductive_accuracy(self._net, self._sequence.tasks, self._settings)
+        found.save(self._folder / TRANSDUCTIVE)
 
 
 def shift(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
@@ -41,12 +78,11 @@ def shift(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         title = f"{dataset}: the first task's representation after the last task"
         draw_panels(panels, scope.out / picture, title=title, x="convolution, from the input on", y=y)
         outcome.pictures.append(picture)
-        head = "| convolution | " + " | ".join(f"{m}: D1 | D2 - D0" for m in found) + " |"
+        head = ["convolution", *(title for m in found for title in (f"{m}: D1", "D2 - D0"))]
         rows = [
-            f"| {layer} | " + " | ".join(f"{d1[m][i]:.3f} | {added[m][i]:.3f}" for m in found) + " |"
-            for i, layer in enumerate(layers)
+            [layer, *(f"{values[m][i]:.3f}" for m in found for values in (d1, added))] for i, layer in enumerate(layers)
         ]
-        outcome.tables[dataset] = "\n".join([head, "|---" * (1 + 2 * len(found)) + "|", *rows])
+        outcome.tables[dataset] = markdown_table(head, rows)
         outcome.data[dataset] = {
             "layers": layers,
             "d1": {m: values.tolist() for m, values in d1.items()},
@@ -54,29 +90,19 @@ def shift(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             "seeds": {m: len(results) for m, results in found.items()},
             "networks": {part.method: part.form for part in of_it if part.method in found},
         }
-        outcome.tables[f"{dataset}: what was run"] = _runs_table(of_it, found)
-        outcome.claims += _shift_claims(dataset, d1, added)
+        ran = [[p.method, p.form or "-", str(len(found[p.method]))] for p in of_it if p.method in found]
+        outcome.tables[f"{dataset}: what was run"] = markdown_table(["method", "Xconv BN", "seeds"], ran)
+        _claim_shift(outcome, dataset, d1, added)
         add_moment_errors(outcome, scope, dataset, found)
     return outcome
 
 
-def _runs_table(parts: Sequence[Part], found: Mapping[str, Sequence[ShiftResult]]) -> str:
-    rows = [f"| {p.method} | {p.form or '-'} | {len(found[p.method])} |" for p in parts if p.method in found]
-    return "\n".join(["| method | Xconv BN | seeds |", "|---|---|---|", *rows])
-
-
-def _shift_claims(dataset: str, d1: dict[str, np.ndarray], added: dict[str, np.ndarray]) -> list[Claim]:
-    claims = []
+def _claim_shift(outcome: Outcome, dataset: str, d1: dict[str, np.ndarray], added: dict[str, np.ndarray]) -> None:
     for plain, hierarchical in (("finetune", "hierarchical"), ("finetune-xconv", "confit")):
         if {plain, hierarchical} <= set(d1):
-            lower = int((d1[hierarchical] < d1[plain]).sum())
-            claims.append(
-                Claim(
-                    text=f"{dataset}: hierarchical fine-tuning lowers D1 ({hierarchical} against {plain})",
-                    measured=f"in {lower} of {len(d1[plain])} convolutions",
-                    holds=lower > len(d1[plain]) / 2,
-                )
-            )
+            lower, of = int((d1[hierarchical] < d1[plain]).sum()), len(d1[plain])
+            text = f"{dataset}: hierarchical fine-tuning lowers D1 ({hierarchical} against {plain})"
+            outcome.claim(text, f"in {lower} of {of} convolutions", lower > of / 2)
     for plain, xconv in (("finetune", "finetune-xconv"), ("hierarchical", "confit")):
         if {plain, xconv} <= set(added):
             first = np.maximum(added[xconv][:5], 0).sum() / max(added[plain][:5].sum(), 1e-12)
@@ -85,21 +111,11 @@ def _shift_claims(dataset: str, d1: dict[str, np.ndarray], added: dict[str, np.n
                 1 - added[xconv][part].sum() / max(added[plain][part].sum(), 1e-12)
                 for part in (slice(None, half), slice(half, None))
             )
-            claims.append(
-                Claim(
-                    text=f"{dataset}: Xconv BN lowers D2 - D0 of {plain} to under a tenth in the first five layers",
-                    measured=f"to {100 * first:.1f}%",
-                    holds=bool(first < 0.1),
-                )
-            )
-            claims.append(
-                Claim(
-                    text=f"{dataset}: Xconv BN helps most in shallow layers ({xconv} against {plain})",
-                    measured=f"lower by {100 * shallow:.0f}% in the first half, {100 * deep:.0f}% in the second",
-                    holds=bool(shallow > deep),
-                )
-            )
-    return claims
+            text = f"{dataset}: Xconv BN lowers D2 - D0 of {plain} to under a tenth in the first five layers"
+            outcome.claim(text, f"to {100 * first:.1f}%", bool(first < 0.1))
+            text = f"{dataset}: Xconv BN helps most in shallow layers ({xconv} against {plain})"
+            measured = f"lower by {100 * shallow:.0f}% in the first half, {100 * deep:.0f}% in the second"
+            outcome.claim(text, measured, bool(shallow > deep))
 
 
 def transductive(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
@@ -107,7 +123,7 @@ def transductive(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     outcome = Outcome(what="transductive", title="Transductive moments")
     cases = [(mean, variance) for mean in ("running", "true") for variance in ("running", "true")]
     for dataset, of_it in by_dataset(parts).items():
-        rows = ["| method | " + " | ".join(f"{m} mean, {v} variance" for m, v in cases) + " |", "|---|---|---|---|---|"]
+        rows = []
         for part in of_it:
             results = _saved(part, TRANSDUCTIVE, TransductiveResult, outcome)
             if not results:
@@ -116,35 +132,23 @@ def transductive(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
                 (m, v): mean_and_interval([r.of(m, v).acc for r in results])  # type: ignore[arg-type]
                 for m, v in cases
             }
-            shown_cells = [shown(cell.mean, cell.half_width) for cell in measured.values()]
-            rows.append(f"| {part.method} | " + " | ".join(shown_cells) + " |")
+            rows.append([part.method, *(shown(cell.mean, cell.half_width) for cell in measured.values())])
             acc = {case: cell.mean for case, cell in measured.items()}
             outcome.data[f"{dataset}/{part.method}"] = {f"{m} mean, {v} variance": acc[m, v] for m, v in cases}
             gain = acc["running", "true"] - acc["running", "running"]
             both = acc["true", "true"] - acc["running", "running"]
             if part.method == "confit":
-                outcome.claims.append(
-                    Claim(
-                        text=f"{dataset}: a true variance gains less than 1 point (confit)",
-                        measured=f"{gain:+.2f}",
-                        holds=gain < 1,
-                    )
-                )
-            outcome.claims.append(
-                Claim(
-                    text=f"{dataset}: true mean and variance beat running ones ({part.method})",
-                    measured=f"{both:+.2f}",
-                    holds=both > 0,
-                )
-            )
-        outcome.tables[dataset] = "\n".join(rows)
+                outcome.claim(f"{dataset}: a true variance gains less than 1 point (confit)", f"{gain:+.2f}", gain < 1)
+            text = f"{dataset}: true mean and variance beat running ones ({part.method})"
+            outcome.claim(text, f"{both:+.2f}", both > 0)
+        outcome.tables[dataset] = markdown_table(["method", *(f"{m} mean, {v} variance" for m, v in cases)], rows)
     return outcome
 
 
 def _saved(part: Part, name: str, kind: type[Saved], outcome: Outcome) -> list[Saved]:
     """What was measured in each run of the part; a run without it is noted."""
     found = []
-    for _, seed, result in part.runs():
+    for seed, result in part.runs().items():
         path = result.with_name(name)
         if path.exists():
             found.append(kind.load(path))

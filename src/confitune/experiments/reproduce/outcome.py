@@ -1,17 +1,122 @@
-"""One reproduced table or figure: what is written of it."""
+"""One reproduced table or figure: what was measured beside what the paper reports, with a verdict, and its page."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from confitune.engine.result import command_line, versions
+from confitune.engine import RunResult, command_line, versions
 from confitune.errors import ConfituneError
-from confitune.experiments.reproduce.compare import Cell, Claim, claims_markdown, table_markdown
+from confitune.experiments.job import file_name
+from confitune.experiments.paper import Reported
+from confitune.experiments.summary import markdown_table
 from confitune.files import write_whole
+from confitune.metrics import mean_and_interval
+
+Verdict = Literal["inside", "higher", "lower", "not reported"]
+
+
+class Cell(BaseModel):
+    """One number of a table, in percent."""
+
+    dataset: str
+    method: str
+    metric: Literal["ACC", "FGT"]
+    measured: float
+    interval: float | None  # 95%, over seeds; one run has none
+    seeds: int
+    paper: float | None
+    paper_interval: float | None
+
+    @property
+    def difference(self) -> float | None:
+        """Measured minus the paper's."""
+        return None if self.paper is None else self.measured - self.paper
+
+    @property
+    def verdict(self) -> Verdict:
+        """Where the measured mean lies: inside the paper's interval, above or below it.
+
+        A single run of the paper's has no interval; then half a point counts as inside.
+        """
+        if self.paper is None:
+            return "not reported"
+        half = 0.5 if self.paper_interval is None else self.paper_interval
+        if abs(self.measured - self.paper) <= half + 1e-9:
+            return "inside"
+        return "higher" if self.measured > self.paper else "lower"
+
+
+def cells_of(
+    results: Mapping[str, Sequence[RunResult]], dataset: str, paper: Mapping[str, Mapping[str, Reported]]
+) -> list[Cell]:
+    """ACC and FGT of every method with results (by name), beside the paper's table."""
+    cells = []
+    for method, runs in results.items():
+        told = paper.get(method, {}).get(dataset)
+        for metric in ("acc", "fgt"):
+            known = [getattr(run, metric) for run in runs if getattr(run, metric) is not None]
+            if not known:
+                continue
+            measured, interval, seeds = mean_and_interval(known)
+            cells.append(
+                Cell(
+                    dataset=dataset,
+                    method=method,
+                    metric=metric.upper(),  # type: ignore[arg-type]
+                    measured=measured,
+                    interval=None if math.isnan(interval) else interval,
+                    seeds=seeds,
+                    paper=told and getattr(told, metric),
+                    paper_interval=told and getattr(told, f"{metric}_interval"),
+                )
+            )
+    return cells
+
+
+class Claim(BaseModel):
+    """A sentence of the paper that its figures support, and what was measured of it."""
+
+    text: str
+    measured: str
+    holds: bool | None  # None: not measured
+
+
+def shown(value: float | None, interval: float | None = None) -> str:
+    """A number with its interval, if it has one (a single run's is NaN), as tables show it.
+
+    >>> shown(86.0412, 0.594), shown(2.0), shown(None)
+    ('86.04 ± 0.59', '2.00', '-')
+    """
+    if value is None:
+        return "-"
+    known = interval is not None and not math.isnan(interval)
+    return f"{value:.2f}" + (f" ± {interval:.2f}" if known else "")
+
+
+def _cells_table(cells: Sequence[Cell]) -> str:
+    """One row a cell: measured, the paper's, the difference, the verdict."""
+    rows = [
+        [
+            *(cell.dataset, cell.method, cell.metric, shown(cell.measured, cell.interval), str(cell.seeds)),
+            shown(cell.paper, cell.paper_interval),
+            "-" if cell.difference is None else f"{cell.difference:+.2f}",
+            cell.verdict,
+        ]
+        for cell in cells
+    ]
+    return markdown_table(["dataset", "method", "", "measured", "seeds", "paper", "difference", "verdict"], rows)
+
+
+def _claims_table(claims: Sequence[Claim]) -> str:
+    words = {True: "holds", False: "does not hold", None: "not measured"}
+    rows = [[claim.text, claim.measured, words[claim.holds]] for claim in claims]
+    return markdown_table(["the paper says", "measured", "verdict"], rows)
 
 
 class Outcome(BaseModel):
@@ -26,15 +131,19 @@ class Outcome(BaseModel):
     notes: list[str] = Field(default_factory=list)
     data: dict[str, Any] = Field(default_factory=dict)
 
+    def claim(self, text: str, measured: str, holds: bool | None) -> None:
+        """Add what the paper says and what was measured of it."""
+        self.claims.append(Claim(text=text, measured=measured, holds=holds))
+
     def markdown(self) -> str:
         """The page."""
         parts = [f"# {self.title}"]
         if self.cells:
-            parts.append(table_markdown(self.cells))
+            parts.append(_cells_table(self.cells))
         parts += [f"## {heading}\n\n{table}" for heading, table in self.tables.items()]
         parts += [f"![{self.title}]({picture})" for picture in self.pictures]
         if self.claims:
-            parts.append("## What the paper says of it\n\n" + claims_markdown(self.claims))
+            parts.append("## What the paper says of it\n\n" + _claims_table(self.claims))
         parts += [f"Note: {note}" for note in self.notes]
         return "\n\n".join(parts) + "\n"
 
@@ -77,3 +186,8 @@ def _index_line(record: dict[str, Any]) -> str:
     told = [str(count) if sum(counts) else "-" for count in counts]
     held = f"{sum(claims)} of {len(claims)}" if claims else "-"
     return f"| [{record['title']}]({record['what']}.md) | {' | '.join(told)} | {held} |"
+
+
+def picture_name(what: str, dataset: str) -> str:
+    """The file of a dataset's picture."""
+    return f"{what}-{file_name(dataset)}.png"

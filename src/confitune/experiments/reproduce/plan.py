@@ -11,9 +11,7 @@ from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.job import RESULT, run_folder
 from confitune.experiments.paper import reported, trained_with
-from confitune.experiments.recipe import Recipe, make_recipe
-from confitune.experiments.recipe_file import read_recipe
-from confitune.methods import create_method
+from confitune.experiments.recipe import Recipe, make_recipe, merge_settings, read_recipe
 from confitune.tasks import dataset_info
 
 TABLE1 = tuple(reported("table1"))
@@ -47,13 +45,8 @@ class Scope:
     given: Mapping[str, Any] = field(default_factory=dict)
 
     def recipe(self, dataset: str, method: str, **values: Any) -> Recipe:
-        """One experiment as the paper does it: its network, phase means, running statistics.
-
-        A method that has its own means or statistics keeps them, unless others are given.
-        """
+        """One experiment as the paper does it: its network, phase means, running statistics."""
         info = dataset_info(dataset)
-        own = create_method(method).network
-        form = {"means": "phase", "statistics": "running"}
         paper = {
             "dataset": dataset,
             "model": "resnet18.tv_in1k" if info.from_paper else "tf_efficientnet_lite0",
@@ -61,7 +54,8 @@ class Scope:
             if self.pipeline == "published" and "published" not in info.pipelines
             else self.pipeline,
             "seeds": 5 if self.seeds is None else self.seeds,
-            **{name: value for name, value in form.items() if name not in own},
+            "means": "phase",
+            "statistics": "running",
         }
         asked = {*self.given, *(["seeds"] if self.seeds is not None else [])}
         quick = {name: value for name, value in QUICK.items() if name not in asked} if self.quick else {}
@@ -73,49 +67,49 @@ class Scope:
 
     def folder(self, recipe: Recipe) -> Path:
         """Where runs with this recipe's configuration go; experiments that need the same runs find them there."""
-        network = recipe.network(recipe.methods[0])
-        parts = [recipe.pipeline, recipe.model, network["means"], network["statistics"]]
-        if network["variance"] != "stored":
-            parts.append(network["variance"])
-        if network["follow"] != "weights":
-            parts.append(f"follow-{network['follow']}")
-        if network["rank"] is not None:
-            parts.append(f"rank-{network['rank']}")
-        if recipe.epochs:
-            parts.append(f"{recipe.epochs}-epochs")
+        parts = [recipe.pipeline, recipe.model, recipe.means, recipe.statistics]
+        parts += [f"{recipe.epochs}-epochs"] if "epochs" in recipe.model_fields_set else []
         return self.out / "runs" / "-".join(parts)
 
 
-def read_scope(given: Mapping[str, Any]) -> tuple[Scope, list[str]]:
+def read_scope(
+    what: Sequence[str],
+    out: Path,
+    *,
+    datasets: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None,
+    quick: bool = False,
+    given: Mapping[str, Any] | None = None,
+    changes: Sequence[str] = (),
+) -> tuple[Scope, list[str]]:
     """What is asked for on the command line, or in a YAML file that it names: the scope, and which tables and figures.
 
     Args:
-        given: options by name; None: not given. Those of the command line win over the file's.
+        what: tables and figures, or files that name them; what is given here wins over what files say.
+        given: recipe values by name.
+        changes: more of them, as texts: 'lr=0.1'.
     """
     whats: list[str] = []
     values: dict[str, Any] = {}
-    for what in given["what"]:
-        if not what.endswith((".yaml", ".yml")):
-            whats.append(what)
+    for name in what:
+        if not name.endswith((".yaml", ".yml")):
+            whats.append(name)
             continue
-        read = read_recipe(Path(what))
+        read = read_recipe(Path(name))
         whats += _listed("what", read.pop("what", None))
-        values |= {name: value for name, value in read.items() if not (given.get("quick") and name in QUICK)}
-    values |= {name: value for name, value in given.items() if value is not None and name not in _NOT_FOR_RECIPES}
-    defaults = Scope(Path(given["out"]))
+        values |= {name: value for name, value in read.items() if not (quick and name in QUICK)}
+    values = merge_settings({**values, **(given or {})}, changes)
+    of_file = {name: _listed(name, values.pop(name, None)) for name in ("datasets", "methods")}
     scope = Scope(
-        out=Path(given["out"]),
-        datasets=_listed("datasets", values.pop("datasets", None)) or defaults.datasets,
-        methods=_listed("methods", values.pop("methods", None)) or None,
+        out=out,
+        datasets=_listed("datasets", datasets) or of_file["datasets"] or Scope.datasets,
+        methods=_listed("methods", methods) or of_file["methods"] or None,
         seeds=values.pop("seeds", None),
-        pipeline=values.pop("pipeline", defaults.pipeline),
-        quick=bool(given.get("quick")),
+        pipeline=values.pop("pipeline", Scope.pipeline),
+        quick=quick,
         given=values,
     )
     return scope, whats
-
-
-_NOT_FOR_RECIPES = ("what", "quick", "out")
 
 
 def _listed(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -140,24 +134,15 @@ class Part:
     @property
     def form(self) -> str:
         """What Xconv BN keeps of a task, in words; empty where the method has another batch norm."""
-        network = self.recipe.network(self.method)
-        if network["norm"] != "xconv":
-            return ""
-        words = [f"{network['means']} means", f"{network['statistics']} statistics"]
-        if network["variance"] != "stored":
-            words.append(f"{network['variance']} variances")
-        if network["follow"] != "weights":
-            words.append(f"following {network['follow']}")
-        if network["rank"] is not None:
-            words.append(f"rank {network['rank']}")
-        return ", ".join(words)
+        options = self.recipe.method(self.method).options
+        return f"{options.means} means, {options.statistics} statistics" if hasattr(options, "means") else ""
 
-    def runs(self) -> list[tuple[str, int, Path]]:
-        """Method, seed and result file of each."""
-        return [
-            (self.method, seed, run_folder(self.folder, self.recipe.dataset, self.method, seed) / RESULT)
-            for seed in range(self.recipe.seeds)
-        ]
+    def runs(self) -> dict[int, Path]:
+        """The result file of each, by seed."""
+        return {
+            seed: run_folder(self.folder, self.recipe.dataset, self.method, seed) / RESULT
+            for seed in self.recipe.run_seeds
+        }
 
 
 def watched_methods(scope: Scope) -> tuple[str, ...]:
@@ -215,7 +200,7 @@ def results_of(parts: Sequence[Part]) -> dict[str, list[RunResult]]:
     """Results by method, of the runs that are done."""
     found: dict[str, list[RunResult]] = {}
     for part in parts:
-        done = [RunResult.load(path) for _, _, path in part.runs() if path.exists()]
+        done = [RunResult.load(path) for path in part.runs().values() if path.exists()]
         if done:
             found.setdefault(part.method, []).extend(done)
     return found

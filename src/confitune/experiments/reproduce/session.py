@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from confitune.engine import RunResult, require_same_config
+from confitune.engine import RunResult
 from confitune.errors import ConfituneError
+from confitune.experiments.identity import filled, require_same_run
 from confitune.experiments.job import TrainingError
-from confitune.experiments.local import LocalPlace
-from confitune.experiments.place import Place
+from confitune.experiments.place import LocalPlace, Place
+from confitune.experiments.reproduce import figures, moments, tables
 from confitune.experiments.reproduce.outcome import Outcome, write_index, write_outcome
 from confitune.experiments.reproduce.plan import Part, Scope, parts_of, watched_methods
-from confitune.experiments.reproduce.watch import watch_moments
-from confitune.experiments.reproduce.writers import WRITERS
 from confitune.experiments.runner import finish_plan, plan_recipe
 from confitune.files import require_writable
 
+# What can be reproduced, in the order of `all`: from a scope and finished runs to an outcome.
+WRITERS: Mapping[str, Callable[[Scope, Sequence[Part], Place], Outcome]] = {
+    "datasets": tables.datasets,
+    "theory": figures.theory,
+    "storage": figures.storage,
+    "table2": tables.table2,
+    "shift": moments.shift,
+    "transductive": moments.transductive,
+    "table1": tables.table1,
+    "curves": figures.curves,
+    "controls": tables.controls,
+    "search": tables.search,
+    "deeper": tables.deeper,
+}
 WHATS = tuple(WRITERS)
 
 
@@ -38,7 +51,7 @@ def reproduce(whats: Sequence[str], scope: Scope, *, place: Place | None = None)
     wanted = WHATS if "all" in whats else tuple(dict.fromkeys(whats))
     parts = {what: parts_of(what, scope) for what in wanted}
     require_writable(scope.out)
-    watched = _places(parts_of("shift", scope)) if watched_methods(scope) else set()
+    watched = _files(parts_of("shift", scope)) if watched_methods(scope) else set()
     failures = _run_missing([part for needed in parts.values() for part in needed], watched, place)
     outcomes = []
     for what in wanted:
@@ -51,8 +64,8 @@ def reproduce(whats: Sequence[str], scope: Scope, *, place: Place | None = None)
     return outcomes
 
 
-def _places(parts: Sequence[Part]) -> set[Path]:
-    return {result for part in parts for _, _, result in part.runs()}
+def _files(parts: Sequence[Part]) -> set[Path]:
+    return {result for part in parts for result in part.runs().values()}
 
 
 def _run_missing(parts: Sequence[Part], watched: set[Path], place: Place) -> list[tuple[Part, str]]:
@@ -64,10 +77,10 @@ def _run_missing(parts: Sequence[Part], watched: set[Path], place: Place) -> lis
     unique = list({(part.folder, part.recipe.dataset, part.method): part for part in parts}.values())
     plans = []
     for part in unique:
-        if all(result.exists() for _, _, result in part.runs()):
+        if all(result.exists() for result in part.runs().values()):
             _require_same(part)
             continue
-        watch = watch_moments if _places([part]) & watched else None
+        watch = moments.watch_moments if _files([part]) & watched else None
         plans.append((part, plan_recipe(part.recipe, part.folder, place, resume=True, watch=watch)))
     place.begin([job for _, plan in plans for job in plan.left])
     failures = []
@@ -83,26 +96,28 @@ def _run_missing(parts: Sequence[Part], watched: set[Path], place: Place) -> lis
 
 def _require_same(part: Part) -> None:
     """Refuse results that were made with other options, whatever device made them."""
-    for method, seed, path in part.runs():
-        result = RunResult.load(path)
-        wanted = part.recipe.identity(method, seed, result.config["weights_sha256"])
+    for seed, path in part.runs().items():
+        made = filled(RunResult.load(path).config)
+        wanted = part.recipe.identity(part.method, seed, made["weights_sha256"])
         if part.recipe.precision == "auto":
-            wanted["precision"] = result.config["precision"]
-        require_same_config(result.config, wanted, path)
+            wanted["precision"] = made["precision"]
+        require_same_run(made, wanted, path)
 
 
 def _what_is_left(parts: Sequence[Part], part: Part, place: Place) -> str:
     """Which part comes, how many runs are left, and how long that takes one by one, judged by those that are done."""
-    left = [(p, path) for p in parts for _, _, path in p.runs() if not path.exists()]
+    left: list[str] = []
     seconds: dict[str, list[float]] = {}
     for p in parts:
-        for method, _, path in p.runs():
+        for path in p.runs().values():
             if path.exists():
-                seconds.setdefault(method, []).append(RunResult.load(path).seconds)
+                seconds.setdefault(p.method, []).append(RunResult.load(path).seconds)
+            else:
+                left.append(p.method)
     text = f"{part.recipe.dataset}, {part.recipe.model}: {part.method} ({len(left)} runs left"
     if seconds and place.at_once is not None:
         typical = float(np.mean([value for values in seconds.values() for value in values]))
-        needed = sum(float(np.mean(seconds.get(p.method, [typical]))) for p, _ in left)
+        needed = sum(float(np.mean(seconds.get(method, [typical]))) for method in left)
         done_at = time.strftime("%H:%M", time.localtime(time.time() + needed))
         text += f", about {needed / 60:.0f} min, until {done_at}"
     return text + ")"

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
+from confitune.engine import RunResult
 from confitune.experiments.job import file_name
+from confitune.experiments.methods import value_text
 from confitune.experiments.paper import reported, reported_datasets, searched
 from confitune.experiments.place import Place
-from confitune.experiments.reproduce.compare import Claim, cells_of, shown
-from confitune.experiments.reproduce.outcome import Outcome
+from confitune.experiments.reproduce.outcome import Outcome, cells_of, shown
 from confitune.experiments.reproduce.plan import Part, Scope, by_dataset, results_of
-from confitune.experiments.search import plan_search, value_text
+from confitune.experiments.search import plan_search
+from confitune.experiments.summary import markdown_table
 from confitune.experiments.tune import run_search
 from confitune.metrics import mean_and_interval
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, Task
@@ -24,20 +26,14 @@ def datasets(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Appendix, table 1, with the images per class that it does not give."""
     told, rows, data = reported_datasets(), [], {}
     for name in scope.datasets:
-        recipe = scope.recipe(name, "finetune")
-        tasks = recipe.load_tasks(IMAGENET_MEAN, IMAGENET_STD)
-        found = _counts(list(tasks), len(tasks.unused_classes))
-        data[name] = found
-        paper = told.get(name, {})
+        tasks = scope.recipe(name, "finetune").load_tasks(IMAGENET_MEAN, IMAGENET_STD)
+        data[name], paper = _counts(list(tasks), len(tasks.unused_classes)), told.get(name, {})
         rows += [
-            f"| {name} | {key.replace('_', ' ')} | {value:,} | {_told(paper, key)} |" for key, value in found.items()
+            [name, key.replace("_", " "), f"{value:,}", f"{paper[key]:,}" if key in paper else "-"]
+            for key, value in data[name].items()
         ]
-    table = "\n".join(["| dataset | | measured | paper |", "|---|---|---|---|", *rows])
+    table = markdown_table(["dataset", "", "measured", "paper"], rows)
     return Outcome(what="datasets", title="Datasets (appendix, table 1)", tables={"Counts": table}, data=data)
-
-
-def _told(paper: dict[str, int], key: str) -> str:
-    return f"{paper[key]:,}" if key in paper else "-"
 
 
 def _counts(tasks: list[Task], unused: int) -> dict[str, int]:
@@ -68,14 +64,8 @@ def table1(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             means = [mean_and_interval([r.acc for r in results[m]]).mean for m in ("confit", "single-task")]
             known.append(f"{dataset}: {means[0]:.2f} against {means[1]:.2f}")
             beats.append(means[0] > means[1])
-    whole = len(beats) == 4
-    outcome.claims.append(
-        Claim(
-            text="ConFiT beats single-task learning on three of four datasets",
-            measured="; ".join(known) or "-",
-            holds=sum(beats) >= 3 if whole else None,
-        )
-    )
+    text = "ConFiT beats single-task learning on three of four datasets"
+    outcome.claim(text, "; ".join(known) or "-", sum(beats) >= 3 if len(beats) == 4 else None)
     return outcome
 
 
@@ -88,16 +78,13 @@ def table2(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         acc = {method: mean_and_interval([r.acc for r in runs]).mean for method, runs in results.items()}
         if len(acc) == 4:
             ordered = sorted(acc, key=lambda method: acc[method])
-            paper = {m: cells[dataset].acc for m, cells in reported("table2").items() if dataset in cells}
-            outcome.claims.append(
-                Claim(
-                    text=f"{dataset}: each half helps alone, both together help most"
-                    + (f" (order: {', '.join(sorted(paper, key=lambda m: paper[m]))})" if paper else ""),
-                    measured=", ".join(f"{method} {acc[method]:.2f}" for method in ordered),
-                    holds=ordered[0] == "finetune"
-                    and ordered[-1] == "confit"
-                    and (not paper or ordered == sorted(paper, key=lambda m: paper[m])),
-                )
+            told = {m: cells[dataset].acc for m, cells in reported("table2").items() if dataset in cells}
+            paper = sorted(told, key=lambda m: told[m])
+            outcome.claim(
+                f"{dataset}: each half helps alone, both together help most"
+                + (f" (order: {', '.join(paper)})" if paper else ""),
+                ", ".join(f"{method} {acc[method]:.2f}" for method in ordered),
+                (ordered[0], ordered[-1]) == ("finetune", "confit") and (not paper or ordered == paper),
             )
     return outcome
 
@@ -108,29 +95,14 @@ def controls(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     for dataset, of_it in by_dataset(parts).items():
         rows = []
         for part in of_it:
-            results = results_of([part]).get(part.method, [])
-            if not results:
-                continue
-            name = part.method
-            if name == "confit":
-                name += f", {part.form}"
-            acc = mean_and_interval([r.acc for r in results])
-            fgt = [r.fgt for r in results if r.fgt is not None]
-            lost = mean_and_interval(fgt) if fgt else None
-            rows.append(
-                (
-                    acc.mean,
-                    name,
-                    shown(acc.mean, acc.half_width),
-                    shown(lost.mean, lost.half_width) if lost else "-",
-                    len(results),
-                )
-            )
+            for method, results in results_of([part]).items():
+                acc = mean_and_interval([r.acc for r in results])
+                name = f"{method}, {part.form}" if method == "confit" else method
+                cells = (shown(acc.mean, acc.half_width), _forgetting(results))
+                rows.append((acc.mean, name, *cells, len(results)))
         rows.sort(reverse=True)
-        lines = ["| | ACC | FGT | seeds |", "|---|---|---|---|"]
-        outcome.tables[dataset] = "\n".join(
-            [*lines, *(f"| {name} | {acc} | {fgt} | {seeds} |" for _, name, acc, fgt, seeds in rows)]
-        )
+        table = [[name, acc, fgt, str(seeds)] for _, name, acc, fgt, seeds in rows]
+        outcome.tables[dataset] = markdown_table(["", "ACC", "FGT", "seeds"], table)
         outcome.data[dataset] = [
             {"case": name, "acc": mean, "acc_shown": acc, "fgt_shown": fgt, "seeds": seeds}
             for mean, name, acc, fgt, seeds in rows
@@ -138,45 +110,41 @@ def controls(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     return outcome
 
 
+def _forgetting(results: Sequence[RunResult]) -> str:
+    known = [r.fgt for r in results if r.fgt is not None]
+    lost = mean_and_interval(known) if known else None
+    return shown(lost.mean, lost.half_width) if lost else "-"
+
+
 def deeper(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Deeper networks: fine-tuning against ConFiT on ResNet34 and ResNet50, 50 epochs."""
     outcome = Outcome(what="deeper", title="Deeper networks")
     for dataset, of_it in by_dataset(parts).items():
         found: dict[tuple[str, str], Any] = {}
-        lines = ["| network | method | ACC | FGT | seeds |", "|---|---|---|---|---|"]
+        rows = []
         for part in of_it:
-            results = results_of([part]).get(part.method, [])
-            if not results:
-                continue
-            acc, fgt = (mean_and_interval([getattr(r, key) for r in results]) for key in ("acc", "fgt"))
-            found[part.recipe.model.split(".")[0], part.method] = (acc.mean, fgt.mean)
-            lines.append(
-                f"| {part.recipe.model} | {part.method} | {shown(acc.mean, acc.half_width)} "
-                f"| {shown(fgt.mean, fgt.half_width)} | {len(results)} |"
-            )
-        outcome.tables[dataset] = "\n".join(lines)
+            for method, results in results_of([part]).items():
+                acc, fgt = (mean_and_interval([getattr(r, key) for r in results]) for key in ("acc", "fgt"))
+                found[part.recipe.model.split(".")[0], method] = (acc.mean, fgt.mean)
+                cells = (shown(acc.mean, acc.half_width), shown(fgt.mean, fgt.half_width))
+                rows.append([part.recipe.model, method, *cells, str(len(results))])
+        outcome.tables[dataset] = markdown_table(["network", "method", "ACC", "FGT", "seeds"], rows)
         outcome.data[dataset] = [{"network": n, "method": m, "acc": a, "fgt": f} for (n, m), (a, f) in found.items()]
-        for text, small, large in (
-            (
-                "fine-tuned ResNet50 forgets more than ResNet34",
-                ("resnet34", "finetune", 1),
-                ("resnet50", "finetune", 1),
-            ),
-            ("ConFiT on ResNet50 beats ConFiT on ResNet34", ("resnet34", "confit", 0), ("resnet50", "confit", 0)),
+        for text, method, which in (
+            ("fine-tuned ResNet50 forgets more than ResNet34", "finetune", 1),
+            ("ConFiT on ResNet50 beats ConFiT on ResNet34", "confit", 0),
         ):
-            pair = [found.get((network, method), (None, None))[which] for network, method, which in (small, large)]
-            known = None not in pair
-            measured = f"{pair[0]:.2f} and {pair[1]:.2f}" if known else "-"
-            outcome.claims.append(
-                Claim(text=f"{dataset}: {text}", measured=measured, holds=pair[1] > pair[0] if known else None)
-            )
+            small, large = (found.get((network, method), (None, None))[which] for network in ("resnet34", "resnet50"))
+            known = small is not None and large is not None
+            measured = f"{small:.2f} and {large:.2f}" if known else "-"
+            outcome.claim(f"{dataset}: {text}", measured, large > small if known else None)
     return outcome
 
 
 def search(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Hyperparameters: the paper's grids on held-out images, and what wins."""
     outcome = Outcome(what="search", title="Hyperparameter search (appendix, table 2)")
-    lines = ["| dataset | method | option | tried | chosen | paper |", "|---|---|---|---|---|---|"]
+    rows = []
     for dataset in scope.datasets:
         for entry in searched():
             if entry.method not in scope.chosen([entry.method]):
@@ -186,15 +154,13 @@ def search(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             planned = plan_search(entry.method, values, grid=grid)
             folder = scope.out / "search" / file_name(dataset) / entry.method
             run_search(planned, folder, place=place, resume=True, retrain=False)
-            found = json.loads((folder / "search.json").read_text())
-            picture = folder / "search.png"
-            if picture.exists():
-                outcome.pictures.append(str(picture.relative_to(scope.out)))
+            chosen = json.loads((folder / "search.json").read_text())["winner"]
+            if (folder / "search.png").exists():
+                outcome.pictures.append(str((folder / "search.png").relative_to(scope.out)))
             told = entry.chosen.get(dataset)
-            lines.append(
-                f"| {dataset} | {entry.method} | {planned.place} | {', '.join(grid)} | {found['winner']} "
-                f"| {'-' if told is None else value_text(told)} |"
-            )
-            outcome.data[f"{dataset}/{entry.method}"] = {"tried": grid, "chosen": found["winner"], "paper": told}
-    outcome.tables["What was chosen"] = "\n".join(lines)
+            paper = "-" if told is None else value_text(told)
+            rows.append([dataset, entry.method, planned.place, ", ".join(grid), str(chosen), paper])
+            outcome.data[f"{dataset}/{entry.method}"] = {"tried": grid, "chosen": chosen, "paper": told}
+    head = ["dataset", "method", "option", "tried", "chosen", "paper"]
+    outcome.tables["What was chosen"] = markdown_table(head, rows)
     return outcome

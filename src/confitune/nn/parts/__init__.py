@@ -1,6 +1,7 @@
 """What of a network a task may own, one file each."""
 
 from confitune.nn.parts.calibrations import Calibrations
+from confitune.nn.parts.deltas import Deltas
 from confitune.nn.parts.head import Head
 from confitune.nn.parts.input_means import InputMeans
 from confitune.nn.parts.norms import NoBatchNormError, Norms, require_batch_norm
@@ -9,6 +10,7 @@ from confitune.nn.parts.xconv import XconvLayer, XconvNorms
 
 __all__ = [
     "Calibrations",
+    "Deltas",
     "Head",
     "InputMeans",
     "NoBatchNormError",

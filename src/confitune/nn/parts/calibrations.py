@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.nn.pairing import Flow
 from confitune.nn.parts.part import Part
@@ -43,7 +42,7 @@ class Calibrations(Part):
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
         like = next(backbone.parameters())
         for name, norm in backbone.named_modules():
-            if isinstance(norm, _BatchNorm) and isinstance(norm, nn.BatchNorm2d) and flow.conv_before(name)[0]:
+            if isinstance(norm, nn.BatchNorm2d) and flow.conv_before(name)[0]:
                 layer = Calibration(norm.num_features, self.start_from).to(like)
                 self.names.append(name)
                 self.layers.append(layer)

@@ -28,7 +28,7 @@ class Head(Part):
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
         assert flow.features is not None
         self.features = flow.features[0]
-        self._like = (next(backbone.parameters()),)  # in a tuple, so that it is no parameter of the head
+        self._backbone = (backbone,)  # in a tuple, so that it is no module of the head
 
     @property
     def linear(self) -> nn.Linear:
@@ -40,7 +40,7 @@ class Head(Part):
     def select(self, classes: int) -> None:
         self._classes = classes
         if str(classes) not in self.linears:
-            like = self._like[0]
+            like = next(self._backbone[0].parameters())
             layer = nn.Linear(self.features, classes, device=like.device, dtype=like.dtype)
             self.linears[str(classes)] = layer.train(self.training)
 
@@ -48,8 +48,11 @@ class Head(Part):
         """Drop live layers that no task needs."""
         for unused in set(self.linears) - set(map(str, counts)):
             del self.linears[unused]
+        self._classes = self._classes if self._classes in counts else 0
 
     def live(self, finished: bool) -> dict[str, Tensor]:
+        if not self._classes:
+            return {}
         return {"head.weight": self.linear.weight.detach(), "head.bias": self.linear.bias.detach()}
 
     def shapes(self, finished: bool, classes: int) -> dict[str, torch.Size]:

@@ -208,23 +208,17 @@ class InputMeans(nn.Module):
         self._plane = self._known_plane()
         return self
 
-    def view(self, reader: int, tables: Sequence[Tensor] | None = None) -> Tensor:
-        """The part of the tables that one reading convolution needs (of `tables`, or of the live ones)."""
+    def view(self, reader: int) -> Tensor:
+        """The part of the tables that one reading convolution needs."""
         which = self.readers[reader]
-        return (self.tables if tables is None else tables)[which.table][:, which.place[0], which.place[1]]
+        return self.tables[which.table][:, which.place[0], which.place[1]]
 
-    def window_means(self, reader: int, tables: Sequence[Tensor] | None = None, size: Size | None = None) -> Tensor:
+    def window_means(self, reader: int) -> Tensor:
         """Window means [C, K, K] for one reading convolution, implied by phase means where those are what is kept."""
-        part = self.view(reader, tables)
         if self.means == "window":
-            return part
-        size = size or self.size
-        if size is None:
-            raise ConfituneError("no input statistics yet: train the task (at least one batch) first")
-        return window_means_from_phases(part, self.readers[reader].geometry, size)
-
-    def extra_repr(self) -> str:
-        return f"{self.channels}, means={self.means}, tables={[tuple(t.shape) for t in self.tables]}"
+            return self.view(reader)
+        assert self.size is not None
+        return window_means_from_phases(self.view(reader), self.readers[reader].geometry, self.size)
 
 
 def _take_in(x: Tensor, plane: Tensor, share: Tensor | None) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import timm.layers
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.errors import ConfituneError
@@ -24,8 +25,10 @@ NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 # Forwards that are known well enough to be done image by image. Batch norm: normalise, then drop, then act.
 _BATCH_NORM = {_BatchNorm.forward, timm.layers.BatchNormAct2d.forward}
-_CHANNELS_FIRST = {nn.GroupNorm.forward, timm.layers.GroupNorm.forward, timm.layers.LayerNorm2d.forward}
-_CHANNELS_LAST = {nn.LayerNorm.forward, timm.layers.LayerNorm.forward, nn.RMSNorm.forward}
+_GROUP_NORM = {nn.GroupNorm.forward, timm.layers.GroupNorm.forward}
+_LAYER_NORM = {nn.LayerNorm.forward, timm.layers.LayerNorm.forward}
+_LAYER_NORM_2D, _RMS_NORM = {timm.layers.LayerNorm2d.forward}, {nn.RMSNorm.forward}
+_KNOWN = _BATCH_NORM | _GROUP_NORM | _LAYER_NORM | _LAYER_NORM_2D | _RMS_NORM
 
 
 class NoBatchNormError(ConfituneError):
@@ -135,7 +138,7 @@ class Norms(Part):
     def mixed_row(self) -> Tensor:
         rows: list[Tensor] = []
         for name, layer in self.layers.items():
-            if type(layer).forward not in _BATCH_NORM | _CHANNELS_FIRST | _CHANNELS_LAST:
+            if type(layer).forward not in _KNOWN:
                 raise ConfituneError(f"{name} is a {type(layer).__name__}, whose forward cannot be done per image")
             rows += scale_and_shift(layer)
         return torch.cat([row.reshape(-1) for row in rows])
@@ -182,18 +185,15 @@ def _forward_mixed(layer: Any, scale: Tensor, shift: Tensor, x: Tensor) -> Tenso
         for name in ("drop", "act"):  # timm's
             y = getattr(layer, name)(y) if hasattr(layer, name) else y
         return y
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    try:
-        if weight is not None:
-            layer._parameters["weight"] = nn.Parameter(torch.ones_like(weight), requires_grad=False)
-        if bias is not None:
-            layer._parameters["bias"] = nn.Parameter(torch.zeros_like(bias), requires_grad=False)
-        normalised: Tensor = type(layer).forward(layer, x)
-    finally:
-        layer._parameters["weight"] = weight
-        if "bias" in layer._parameters:
-            layer._parameters["bias"] = bias
-    first = type(layer).forward in _CHANNELS_FIRST
+    forward: Any = type(layer).forward
+    shape: Any = getattr(layer, "normalized_shape", None)
+    if forward in _GROUP_NORM:
+        normalised = F.group_norm(x, layer.num_groups, eps=layer.eps)
+    elif forward in _LAYER_NORM_2D:
+        normalised = F.layer_norm(x.movedim(1, -1), shape, eps=layer.eps).movedim(-1, 1)
+    else:
+        normalised = (F.rms_norm if forward in _RMS_NORM else F.layer_norm)(x, shape, eps=layer.eps)
     ones = (1,) * (x.dim() - scale.dim())
-    shape = (len(scale), scale.shape[1], *ones) if first else (len(scale), *ones, *scale.shape[1:])
-    return normalised * scale.reshape(shape) + shift.reshape(shape)
+    channels_first = forward in _GROUP_NORM | _LAYER_NORM_2D
+    place = (*scale.shape, *ones) if channels_first else (len(scale), *ones, *scale.shape[1:])
+    return normalised * scale.reshape(place) + shift.reshape(place)

@@ -61,7 +61,7 @@ class Part(nn.Module):
         return {}
 
     def restore(self, facts: Facts) -> None:
-        """The live tensors have become those of another task, with these facts."""
+        """The live tensors have become those of another task, with these facts (no facts of a part it lacks)."""
 
     def pretrained(self) -> dict[str, Tensor]:
         """What pre-training left of the live tensors, where that is kept for tasks that do not own this part."""
@@ -96,7 +96,7 @@ class Part(nn.Module):
         raise NotImplementedError
 
 
-def split_row(row: Tensor, shapes: Sequence[Sequence[int]], what: str = "a task's row") -> list[Tensor]:
+def split_row(row: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Views of a packed row.
 
     >>> [part.tolist() for part in split_row(torch.arange(4), [(1, 2), (2,)])]
@@ -104,5 +104,5 @@ def split_row(row: Tensor, shapes: Sequence[Sequence[int]], what: str = "a task'
     """
     sizes = [torch.Size(shape).numel() for shape in shapes]
     if sum(sizes) != row.numel():
-        raise ConfituneError(f"{what} has {row.numel()} numbers, this network keeps {sum(sizes)}")
+        raise ConfituneError(f"a task's row has {row.numel()} numbers, this network keeps {sum(sizes)}")
     return [part.view(tuple(shape)) for part, shape in zip(row.split(sizes), shapes, strict=True)]

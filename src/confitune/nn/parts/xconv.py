@@ -46,7 +46,7 @@ class XconvLayer:
 
     def _weight_in_use(self) -> tuple[Tensor, Tensor | None]:
         """The weight that forward uses: a standardised or parametrised convolution computes it on the way."""
-        if self.direct_weight:
+        if self.direct_weight and "forward" not in vars(self.conv):  # another part may change it on the way
             return self.conv.get_parameter("weight"), self.conv._parameters.get("bias")
         geometry = self.inputs.readers[self.reader].geometry
         size = self.inputs.size or tuple(

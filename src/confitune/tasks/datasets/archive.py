@@ -41,11 +41,10 @@ class ArchiveError(DataError):
 
 @dataclass(frozen=True)
 class _Member:
-    """A file in an archive."""
-
     name: str
+    kind: str  # "file", "folder" or "other"
     size: int
-    open: Callable[[], IO[bytes]]
+    open: Callable[[], IO[bytes] | None]
 
 
 def unpack(archive: Path, place: Path, md5: str | None = None) -> None:
@@ -77,11 +76,21 @@ def unpack(archive: Path, place: Path, md5: str | None = None) -> None:
 def _checked(archive: Path, stack: ExitStack) -> Sequence[_Member]:
     """Every file of the archive; the first thing that is not to be unpacked raises."""
     most = max(SMALL, MOST_EXPANSION * archive.stat().st_size)
-    read = _zip_members if archive.suffix == ".zip" else _tar_members
     members: dict[str, _Member] = {}
     total = 0
-    for member in read(archive, stack, most):
-        _check_name(archive, member.name)
+    for member in _zip_members(archive, stack) if archive.suffix == ".zip" else _tar_members(archive, stack, most):
+        parts = PurePosixPath(member.name).parts
+        readable = member.name.isprintable() and not set(member.name) & set('\\:*?"<>|')
+        if not parts or member.name.startswith("/") or ".." in parts or not readable:
+            raise ArchiveError(
+                f"{archive} holds a file called {member.name[:200]!r}, which is no place below it; do not use it"
+            )
+        if member.kind == "folder":
+            continue
+        if member.kind != "file":
+            raise ArchiveError(
+                f"{archive} holds {member.name[:200]!r}, which is neither a file nor a folder; do not use it"
+            )
         total += member.size
         if member.size < 0 or total > most:
             raise ArchiveError(f"{archive} would unpack to more than {MOST_EXPANSION} times its size; do not use it")
@@ -92,22 +101,12 @@ def _checked(archive: Path, stack: ExitStack) -> Sequence[_Member]:
     return list(members.values())
 
 
-def _check_name(archive: Path, name: str) -> None:
-    parts = PurePosixPath(name).parts
-    readable = name.isprintable() and not set(name) & set('\\:*?"<>|')
-    if not parts or name.startswith("/") or ".." in parts or not readable:
-        raise ArchiveError(f"{archive} holds a file called {name[:200]!r}, which is no place below it; do not use it")
-
-
-def _zip_members(archive: Path, stack: ExitStack, most: int) -> Iterator[_Member]:
+def _zip_members(archive: Path, stack: ExitStack) -> Iterator[_Member]:
     packed = stack.enter_context(zipfile.ZipFile(archive))
     for info in packed.infolist():
-        if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
-            raise _no_file(archive, info.filename)
-        if info.is_dir():
-            _check_name(archive, info.filename)
-        else:
-            yield _Member(info.filename, info.file_size, partial(packed.open, info))
+        plain = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG, stat.S_IFDIR)
+        kind = ("folder" if info.is_dir() else "file") if plain else "other"
+        yield _Member(info.filename, kind, info.file_size, partial(packed.open, info))
 
 
 def _tar_members(archive: Path, stack: ExitStack, most: int) -> Iterator[_Member]:
@@ -118,22 +117,8 @@ def _tar_members(archive: Path, stack: ExitStack, most: int) -> Iterator[_Member
     bounded = _Bounded(data, archive, most + MOST_MEMBERS * tarfile.BLOCKSIZE)
     packed = stack.enter_context(tarfile.TarFile(fileobj=bounded))
     for info in packed:
-        if not (info.isfile() or info.isdir()) or info.issparse():
-            raise _no_file(archive, info.name)
-        if info.isdir():
-            _check_name(archive, info.name)
-        else:
-            yield _Member(info.name, info.size, partial(_opened, packed, info))
-
-
-def _opened(packed: tarfile.TarFile, info: tarfile.TarInfo) -> IO[bytes]:
-    file = packed.extractfile(info)
-    assert file is not None  # it is a file
-    return file
-
-
-def _no_file(archive: Path, name: str) -> ArchiveError:
-    return ArchiveError(f"{archive} holds {name[:200]!r}, which is neither a file nor a folder; do not use it")
+        kind = "folder" if info.isdir() else "file" if info.isfile() and not info.issparse() else "other"
+        yield _Member(info.name, kind, info.size, partial(packed.extractfile, info))
 
 
 class _Bounded(io.RawIOBase):
@@ -161,7 +146,9 @@ class _Bounded(io.RawIOBase):
 
 def _write(member: _Member, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with member.open() as packed, path.open("xb") as out:
+    packed = member.open()
+    assert packed is not None  # it is a file
+    with packed, path.open("xb") as out:
         left = member.size
         while left and (block := packed.read(min(left, 2**16))):
             out.write(block)

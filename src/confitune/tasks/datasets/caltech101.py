@@ -12,17 +12,28 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from confitune.tasks.datasets.archive import unpack
-from confitune.tasks.datasets.fetch import Remote, fetch_folder
-from confitune.tasks.datasets.image_set import ImageSet
-from confitune.tasks.datasets.locate import locate
+from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, Remote, locate
+from confitune.tasks.datasets.folder import folders_in, images_below
 from confitune.tasks.errors import DataError
-from confitune.tasks.rgb import is_image_name
 from confitune.tasks.splits import stratified_split
 from confitune.tasks.store import ImageFile
 
 FOLDER, CATEGORIES = "caltech101", "101_ObjectCategories"
 ARCHIVE = Remote(
     "https://data.caltech.edu/records/mzrjq-6wc02/files/caltech-101.zip", "3138e1922a9193bfa496528edbbc45d0"
+)
+SOURCE = (
+    "downloaded (137 MB), or unpack 101_ObjectCategories.tar.gz from "
+    "https://data.caltech.edu/records/mzrjq-6wc02 so that the data folder holds caltech101/101_ObjectCategories/"
+)
+CALTECH101 = DatasetInfo(
+    "caltech101",
+    tasks=10,
+    classes_per_task=10,
+    batch_size=32,
+    epochs=20,
+    pipelines=("clean", "published"),
+    from_paper=True,
 )
 
 
@@ -32,23 +43,18 @@ def read_caltech101(data_dir: Path, download: bool) -> ImageSet:
     def fetch(root: Path) -> None:
         (root / FOLDER).mkdir(exist_ok=True)
         with TemporaryDirectory(prefix=f".{FOLDER}-", dir=root) as scratch:  # an archive of archives
-            fetch_folder(ARCHIVE, Path(scratch) / "caltech-101")
+            ARCHIVE.fetch_folder(Path(scratch) / "caltech-101")
             unpack(Path(scratch) / f"caltech-101/{CATEGORIES}.tar.gz", root / FOLDER / CATEGORIES)
 
-    folder = locate("caltech101", data_dir, FOLDER, [CATEGORIES], fetch if download else None)
+    folder = locate("caltech101", data_dir, FOLDER, [CATEGORIES], SOURCE, fetch if download else None)
     if (folder / "caltech-101").exists():  # torchvision removes it when everything has been unpacked
         raise DataError(f"{folder} was not unpacked to the end; remove it and get it again")
     top = folder / CATEGORIES
-    classes = sorted(p.name for p in top.iterdir() if p.is_dir() and p.name != "BACKGROUND_Google" and p.name[0] != ".")
-    files: list[ImageFile] = []
-    labels: list[int] = []
-    for label, category in enumerate(classes):
-        found = sorted(p.name for p in (top / category).iterdir() if is_image_name(p.name))
-        if not found:
-            raise DataError(f"the category folder {top / category} holds no images; unpack the archive again")
-        files += [ImageFile(f"{CATEGORIES}/{category}/{name}") for name in found]
-        labels += [label] * len(found)
-    if not classes:
-        raise DataError(f"{top} holds no category folders; unpack the archive again")
+    classes = [name for name in folders_in(top) if name != "BACKGROUND_Google"]
+    found = [images_below(top / category) for category in classes]
+    if not classes or not all(found):
+        raise DataError(f"{top} holds no category folders, or one without images; unpack the archive again")
+    files = tuple(ImageFile(path.relative_to(folder).as_posix()) for paths in found for path in paths)
+    labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(paths) for paths in found])
     train, test = stratified_split(labels, classes)
-    return ImageSet(tuple(classes), np.array(labels, dtype=np.int64), train, test, folder=folder, files=tuple(files))
+    return ImageSet(tuple(classes), labels, train, test, folder=folder, files=files)

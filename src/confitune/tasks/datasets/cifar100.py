@@ -13,31 +13,34 @@ from typing import Any
 import numpy as np
 import torch
 
-from confitune.tasks.datasets.fetch import Remote, fetch_folder
-from confitune.tasks.datasets.image_set import ImageSet
-from confitune.tasks.datasets.locate import locate
+from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, Remote, locate
+from confitune.tasks.decode import CROP, RESIZE
 from confitune.tasks.errors import DataError
-from confitune.tasks.pipelines import CROP, RESIZE
 
 FOLDER = "cifar-100-python"
 ARCHIVE = Remote("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85")
-# All that CIFAR's files need. A pickle can otherwise name, and so run, any function.
-ALLOWED = {
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "_codecs.encode",
-}
+SOURCE = (
+    "downloaded (169 MB), or unpack https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz "
+    "so that the data folder holds cifar-100-python/"
+)
+CIFAR100 = DatasetInfo(
+    "cifar100",
+    tasks=20,
+    classes_per_task=5,
+    batch_size=128,
+    epochs=10,
+    pipelines=("clean", "published"),
+    from_paper=True,
+)
 
 
 def read_cifar100(data_dir: Path, download: bool) -> ImageSet:
     """Training images, then test images, each in the order of its file."""
 
     def fetch(root: Path) -> None:
-        fetch_folder(ARCHIVE, root / FOLDER)
+        ARCHIVE.fetch_folder(root / FOLDER)
 
-    folder = locate("cifar100", data_dir, FOLDER, ["train", "test", "meta"], fetch if download else None)
+    folder = locate("cifar100", data_dir, FOLDER, ["train", "test", "meta"], SOURCE, fetch if download else None)
     train, test, meta = (_load(folder / part) for part in ("train", "test", "meta"))
     try:
         pixels = np.concatenate([train["data"], test["data"]]).reshape(-1, 3, 32, 32)
@@ -45,17 +48,9 @@ def read_cifar100(data_dir: Path, download: bool) -> ImageSet:
         classes = tuple(str(name) for name in meta["fine_label_names"])
     except (KeyError, ValueError, TypeError) as error:
         raise DataError(f"{folder} does not hold CIFAR100's batches ({error!r}); get it again") from error
-    rows = np.arange(len(labels))
-    count = len(train["fine_labels"])
-    return ImageSet(
-        classes,
-        labels,
-        rows[:count],
-        rows[count:],
-        pixels=torch.from_numpy(pixels),
-        resize=RESIZE,
-        crop=CROP,
-    )
+    rows, test_rows = np.split(np.arange(len(labels)), [len(train["fine_labels"])])
+    images = torch.from_numpy(pixels)
+    return ImageSet(classes, labels, rows, test_rows, pixels=images, resize=RESIZE, crop=CROP)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -74,9 +69,9 @@ class _ArraysOnly(pickle.Unpickler):
     """Reads numbers, strings, lists, mappings and arrays, and refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a batch of images has no use for")
-        if name == "_reconstruct":
-            # Its module moved in numpy 2. `_reconstruct` is what an array's own pickle calls.
-            return np.zeros(0).__reduce__()[0]
-        return super().find_class(module, name)
+        # All that CIFAR's files need. A pickle can otherwise name, and so run, any function.
+        if f"{module}.{name}" in ("numpy.ndarray", "numpy.dtype", "_codecs.encode"):
+            return super().find_class(module, name)
+        if f"{module}.{name}" in ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"):
+            return np.zeros(0).__reduce__()[0]  # what an array's own pickle calls; its module moved in numpy 2
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a batch of images has no use for")

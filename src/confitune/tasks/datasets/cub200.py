@@ -10,21 +10,27 @@ from pathlib import Path
 import numpy as np
 
 from confitune.tasks.datasets.archive import unpack
-from confitune.tasks.datasets.image_set import ImageSet
-from confitune.tasks.datasets.locate import locate
+from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, locate
+from confitune.tasks.decode import Box
 from confitune.tasks.errors import DataError
-from confitune.tasks.pipelines import Box
 from confitune.tasks.store import ImageFile
 
 FOLDER = "CUB_200_2011"
 ARCHIVE, MD5 = f"{FOLDER}.tgz", "97eceeb196236b17998738112f37df78"
 TABLES = ("images.txt", "image_class_labels.txt", "train_test_split.txt", "bounding_boxes.txt", "classes.txt")
+SOURCE = (
+    "get CUB_200_2011.tgz (1.2 GB) from https://data.caltech.edu/records/65de6-vp158 "
+    "and put it into the data folder; it is unpacked to CUB_200_2011/ on first use"
+)
+CUB200 = DatasetInfo(
+    "cub200", tasks=10, classes_per_task=20, batch_size=32, epochs=50, pipelines=("clean", "published"), from_paper=True
+)
 
 
 def read_cub200(data_dir: Path, download: bool) -> ImageSet:
     """All images in the order of their numbers. `download` changes nothing: there is nowhere to download it from."""
     packed = any((place / ARCHIVE).exists() for place in (data_dir, data_dir.parent))
-    folder = locate("cub200", data_dir, FOLDER, ["images", *TABLES], _unpack if packed else None)
+    folder = locate("cub200", data_dir, FOLDER, ["images", *TABLES], SOURCE, _unpack if packed else None)
     images, labels, split, boxes, classes = (_table(folder / table) for table in TABLES)
     numbers = sorted(images)
     for table, rows in zip(TABLES[1:4], (labels, split, boxes), strict=True):

@@ -13,17 +13,29 @@ import numpy as np
 from scipy.io import loadmat
 from torchvision.datasets import Flowers102
 
-from confitune.tasks.datasets.fetch import Remote, fetch_file, fetch_folder
-from confitune.tasks.datasets.image_set import ImageSet
-from confitune.tasks.datasets.locate import locate
+from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, Remote, locate
 from confitune.tasks.errors import DataError
 from confitune.tasks.splits import stratified_split
 from confitune.tasks.store import ImageFile
 
 FOLDER = "flowers-102"
-_SOURCE = "https://www.robots.ox.ac.uk/~vgg/data/flowers/102"
-IMAGES = Remote(f"{_SOURCE}/102flowers.tgz", "52808999861908f626f3c1f4e79d11fa")
-LABELS = Remote(f"{_SOURCE}/imagelabels.mat", "e0620be6f572b9609742df49c70aed4d")
+_SITE = "https://www.robots.ox.ac.uk/~vgg/data/flowers/102"
+IMAGES = Remote(f"{_SITE}/102flowers.tgz", "52808999861908f626f3c1f4e79d11fa")
+LABELS = Remote(f"{_SITE}/imagelabels.mat", "e0620be6f572b9609742df49c70aed4d")
+SOURCE = (
+    "downloaded (345 MB), or get 102flowers.tgz and imagelabels.mat from "
+    f"{_SITE}/ so that the data folder holds flowers-102/jpg/ "
+    "and flowers-102/imagelabels.mat"
+)
+FLOWERS102 = DatasetInfo(
+    "flowers102",
+    tasks=10,
+    classes_per_task=10,
+    batch_size=32,
+    epochs=10,
+    pipelines=("clean", "published"),
+    from_paper=True,
+)
 
 
 def read_flowers102(data_dir: Path, download: bool) -> ImageSet:
@@ -32,10 +44,10 @@ def read_flowers102(data_dir: Path, download: bool) -> ImageSet:
     def fetch(root: Path) -> None:
         (root / FOLDER).mkdir(exist_ok=True)
         if not (root / FOLDER / "jpg").exists():
-            fetch_folder(IMAGES, root / FOLDER / "jpg")
-        fetch_file(LABELS, root / FOLDER)
+            IMAGES.fetch_folder(root / FOLDER / "jpg")
+        LABELS.fetch(root / FOLDER)
 
-    folder = locate("flowers102", data_dir, FOLDER, ["jpg", "imagelabels.mat"], fetch if download else None)
+    folder = locate("flowers102", data_dir, FOLDER, ["jpg", "imagelabels.mat"], SOURCE, fetch if download else None)
     try:
         numbers = loadmat(folder / "imagelabels.mat", squeeze_me=True)["labels"].ravel().astype(np.int64)
     except (OSError, KeyError, ValueError, TypeError, NotImplementedError) as error:

@@ -12,44 +12,40 @@ from pathlib import Path
 
 import numpy as np
 
-from confitune.tasks.datasets.image_set import ImageSet
+from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet
+from confitune.tasks.decode import is_image_name
 from confitune.tasks.errors import DataError, DataMissingError
-from confitune.tasks.rgb import is_image_name
 from confitune.tasks.splits import stratified_split
 from confitune.tasks.store import ImageFile
 
 LAYOUT = "it should hold train/ and test/ with one folder of images for each class, or such class folders directly"
+FOLDER = DatasetInfo("folder", tasks=None, classes_per_task=None, batch_size=32, epochs=10)
 
 
 def read_folder(path: Path) -> ImageSet:
     """All images, class by class in sorted order, each class's files sorted by name."""
     if not os.path.isdir(path):  # also for a path that is too long, where pathlib raises
         raise DataMissingError(f"the folder {path} is not there; write folder:PATH with the path of your images")
-    if _has_folders(path / "train") and _has_folders(path / "test"):
-        return _two_parts(path)
-    files, labels, classes = _class_folders(path, path)
-    train, test = stratified_split(labels, classes)
+    if not (folders_in(path / "train") and folders_in(path / "test")):
+        files, labels, classes = _class_folders(path, path)
+        train, test = stratified_split(labels, classes)
+    else:
+        files, labels, classes = _class_folders(path, path / "train")
+        test_files, test_labels, test_classes = _class_folders(path, path / "test")
+        for part, lacking in (("test", set(classes) - set(test_classes)), ("train", set(test_classes) - set(classes))):
+            if lacking:
+                raise DataError(
+                    f"{path / part} has no folder for the classes {sorted(lacking)}; "
+                    "train/ and test/ must hold the same classes: add or remove folders"
+                )
+        train, test = np.split(np.arange(len(labels) + len(test_labels)), [len(labels)])
+        files, labels = files + test_files, labels + test_labels
     return ImageSet(tuple(classes), np.array(labels, dtype=np.int64), train, test, folder=path, files=tuple(files))
-
-
-def _two_parts(path: Path) -> ImageSet:
-    train_files, train_labels, classes = _class_folders(path, path / "train")
-    test_files, test_labels, test_classes = _class_folders(path, path / "test")
-    for part, lacking in (("test", set(classes) - set(test_classes)), ("train", set(test_classes) - set(classes))):
-        if lacking:
-            raise DataError(
-                f"{path / part} has no folder for the classes {sorted(lacking)}; "
-                "train/ and test/ must hold the same classes: add or remove folders"
-            )
-    labels = np.array(train_labels + test_labels, dtype=np.int64)
-    rows, count = np.arange(len(labels)), len(train_labels)
-    files = tuple(train_files + test_files)
-    return ImageSet(tuple(classes), labels, rows[:count], rows[count:], folder=path, files=files)
 
 
 def _class_folders(root: Path, path: Path) -> tuple[list[ImageFile], list[int], list[str]]:
     """Files (named from `root`), labels and class names of the class folders in `path`."""
-    classes = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    classes = folders_in(path)
     if len(classes) < 2:
         raise DataError(f"{path} holds {len(classes)} class folders, two are the least; {LAYOUT}")
     seen: dict[str, str] = {}
@@ -61,21 +57,25 @@ def _class_folders(root: Path, path: Path) -> tuple[list[ImageFile], list[int], 
     files: list[ImageFile] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = _images_below(path / name)
+        found = images_below(path / name)
         if not found:
-            inside = ", it holds folders without images" if _has_folders(path / name) else ""
+            inside = ", it holds folders without images" if folders_in(path / name) else ""
             raise DataError(f"the class folder {path / name} holds no images{inside}; fill or remove it. {LAYOUT}")
         files += [ImageFile(file.relative_to(root).as_posix()) for file in found]
         labels += [label] * len(found)
     return files, labels, classes
 
 
-def _images_below(folder: Path) -> list[Path]:
+def images_below(folder: Path) -> list[Path]:
+    """Image files in a folder and in the folders inside it, sorted; hidden ones do not count."""
     # A broken link is listed too: it is then reported as unreadable instead of silently left out.
     found = (path for path in folder.rglob("*") if is_image_name(path.name) and not path.is_dir())
     shown = (path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
     return sorted(shown, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def _has_folders(path: Path) -> bool:
-    return path.is_dir() and any(entry.is_dir() and not entry.name.startswith(".") for entry in path.iterdir())
+def folders_in(path: Path) -> list[str]:
+    """Names of the folders in a folder, sorted, without hidden ones."""
+    if not path.is_dir():
+        return []
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))

@@ -1,0 +1,86 @@
+"""Options of the command line, made from settings: their types, help, choices and defaults have their home there."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
+
+from confitune.settings import DataSettings, NetworkSettings, TrainSettings
+
+GROUPS: dict[str, type[BaseModel]] = {"Data": DataSettings, "Network": NetworkSettings, "Training": TrainSettings}
+FIELDS: dict[str, FieldInfo] = {name: field for group in GROUPS.values() for name, field in group.model_fields.items()}
+DATASETS_OWN = ("epochs", "batch_size")  # the dataset has a default for them that wins over the field's
+
+
+def default_of(name: str) -> str:
+    """A setting's default in words; nothing where its description says what is done without it."""
+    default = None if name in DATASETS_OWN else FIELDS[name].default
+    if isinstance(default, tuple):
+        return ", ".join(f"{number:.3g}" for number in default)
+    return "" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
+
+
+def settings_option(name: str, default: str | None = None) -> Any:
+    """A typer annotation for a setting; None: not given.
+
+    Args:
+        default: to show, where a command has another one than the setting.
+    """
+    field = FIELDS[name]
+    kind: Any = next((kind for kind in get_args(field.annotation) if kind is not NoneType), field.annotation)
+    kind = field.annotation if get_origin(field.annotation) is Literal else kind
+    kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    option = typer.Option(
+        *([f"--{name.replace('_', '-')}"] if kind is bool else []),  # no --no-...: it is off without
+        help=field.description,
+        metavar=f"[{'|'.join(choices)}]" if choices else None,
+        show_default=default or default_of(name) or False,
+        rich_help_panel=next(title for title, group in GROUPS.items() if name in group.model_fields),
+    )
+    return Annotated[(str if choices else kind) | None, option]
+
+
+def with_settings(*names: str, **defaults: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each of these settings; its `**settings` are those that were given.
+
+    Args:
+        defaults: what the help shows where the command has another default than the setting.
+    """
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        by_name, rest = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+        own = [p.replace(kind=by_name) for p in signature.parameters.values() if p.kind is not rest]
+        kinds = {name: settings_option(name, defaults.get(name)) for name in names}
+        added = [inspect.Parameter(name, by_name, default=None, annotation=kind) for name, kind in kinds.items()]
+
+        @functools.wraps(command)
+        def called(**given: Any) -> None:
+            command(**{name: value for name, value in given.items() if name not in names or value is not None})
+
+        called.__signature__ = signature.replace(parameters=[*added, *own])  # type: ignore[attr-defined]
+        return called
+
+    return add
+
+
+class SettingsCommand(TyperCommand):
+    """A command that says how a setting is given for which it has no option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer keeps the class of this error to itself
+            name = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
+            if name in FIELDS:
+                error.message += f"; write --set {name}=VALUE"  # type: ignore[attr-defined]
+            raise

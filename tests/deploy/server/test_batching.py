@@ -1,0 +1,288 @@
+"""Images of many requests in few batches: who is asked for what, and who gets which answer."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from confitune.deploy import Prediction
+from confitune.deploy.server import Limits, batching
+from confitune.deploy.server.batching import Batcher
+from confitune.deploy.server.limits import Refusal
+from confitune.errors import ConfituneError
+from confitune.tasks import UnreadableImageError
+from deploy.shared import until
+
+
+class Fake:
+    """An image is its first byte; its best class says which byte that was."""
+
+    name = "fake"
+
+    def __init__(self):
+        self.batches, self.decoded, self.threads = [], [], set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails = None
+
+    def decode(self, data, name="image"):
+        self.decoded.append(name)
+        if data == b"bad":
+            raise UnreadableImageError(f"cannot read the image {name}: no")
+        if data == b"worse":
+            raise ZeroDivisionError("at 0x7f00")
+        return torch.full((3, 2, 2), data[0], dtype=torch.uint8)
+
+    def predict(self, pixels, tasks, top=5):
+        self.threads.add(threading.current_thread().name)
+        self.batches.append([(int(image[0, 0, 0]), task) for image, task in zip(pixels, tasks, strict=True)])
+        assert self.gate.wait(10)
+        if self.fails:
+            raise self.fails
+        return [
+            Prediction(task, None, tuple((f"{byte}-{n}", 1 / top) for n in range(top)))
+            for byte, task in self.batches[-1]
+        ]
+
+
+@pytest.fixture
+def fake():
+    return Fake()
+
+
+@pytest.fixture
+def started(fake):
+    """Starts a batcher; afterwards its threads are gone."""
+    batchers, before = [], set(threading.enumerate())
+
+    def start(**limits):
+        limits.setdefault("max_wait_ms", 20)
+        batcher = Batcher(fake, Limits(**limits))
+        batcher.start()
+        batchers.append(batcher)
+        return batcher
+
+    yield start
+    fake.gate.set()
+    for batcher in batchers:
+        batcher.close(5)
+    assert set(threading.enumerate()) <= before
+
+
+def files(*numbers):
+    return [(f"{number}.png", bytes([number])) for number in numbers]
+
+
+def best(answers):
+    return [answer.result(5).classes[0][0] for answer in answers]
+
+
+def test_a_request_is_answered_in_its_order_with_each_images_task(started, fake):
+    answers = started(decoders=1).submit(files(7, 9, 8), ["pets", None, "birds"], 2)
+    found = [answer.result(5) for answer in answers]
+    assert [(f.task, f.classes[0][0]) for f in found] == [("pets", "7-0"), (None, "9-0"), ("birds", "8-0")]
+    assert fake.batches == [[(7, "pets"), (9, None), (8, "birds")]]
+
+
+def test_what_waits_while_a_batch_is_predicted_makes_the_next_one(started, fake):
+    batcher = started(max_batch=8)
+    fake.gate.clear()
+    first = batcher.submit(files(1), ["pets"], 1)
+    until(lambda: fake.batches)
+    others = [batcher.submit(files(number), [None], 1)[0] for number in range(2, 8)]
+    until(lambda: len(batcher._ready) == 6)
+    assert batcher.waiting == 6
+    fake.gate.set()
+    assert best([*first, *others]) == [f"{number}-0" for number in range(1, 8)]
+    assert [len(batch) for batch in fake.batches] == [1, 6]
+    assert fake.threads == {"confitune-predict"}
+
+
+def test_a_large_request_is_split_over_batches(started, fake):
+    answers = started(max_batch=4, decoders=1).submit(files(*range(10)), ["pets"] * 10, 1)
+    assert best(answers) == [f"{number}-0" for number in range(10)]
+    assert [len(batch) for batch in fake.batches] == [4, 4, 2]
+
+
+def test_a_full_batch_does_not_wait_and_a_small_one_waits_for_others(started, fake):
+    batcher = started(max_batch=2, max_wait_ms=3_600_000)
+    assert best(batcher.submit(files(1, 2), ["pets"] * 2, 1)) == ["1-0", "2-0"]
+    first = batcher.submit(files(3), ["pets"], 1)
+    until(lambda: len(batcher._ready) == 1)
+    assert not first[0].done()
+    assert best([*first, *batcher.submit(files(4), ["pets"], 1)]) == ["3-0", "4-0"]
+    assert [len(batch) for batch in fake.batches] == [2, 2]
+
+
+def test_a_small_batch_waits_no_longer_than_it_may(started, fake):
+    assert best(started(max_batch=2, max_wait_ms=50).submit(files(1), ["pets"], 1)) == ["1-0"]
+
+
+def test_what_has_waited_for_the_last_batch_does_not_wait_again(started, fake, monkeypatch):
+    batcher = started(max_batch=2, max_wait_ms=3_600_000)
+    fake.gate.clear()
+    first = batcher.submit(files(1, 2), ["pets"] * 2, 1)
+    until(lambda: fake.batches)
+    second = batcher.submit(files(3), ["pets"], 1)
+    until(lambda: len(batcher._ready) == 1)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3601, perf_counter=time.perf_counter)
+    monkeypatch.setattr(batching, "time", later)
+    fake.gate.set()
+    assert best([*first, *second]) == ["1-0", "2-0", "3-0"]
+
+
+def test_everyone_gets_at_least_as_many_classes_as_they_asked_for(started, fake):
+    batcher = started(max_batch=2, max_wait_ms=1000)
+    few, many = batcher.submit(files(1), ["pets"], 1), batcher.submit(files(2), ["pets"], 7)
+    assert len(many[0].result(5).classes) == 7
+    assert len(few[0].result(5).classes) == 7  # the answer to the client is cut where it is written
+    assert len(fake.batches) == 1
+
+
+def test_a_request_that_does_not_fit_into_the_queue_is_refused_whole(started, fake):
+    batcher = started(images=3, queue_images=4, max_batch=1)
+    fake.gate.clear()
+    running = batcher.submit(files(1), ["pets"], 1)
+    until(lambda: fake.batches)
+    waiting = batcher.submit(files(2, 3, 4), ["pets"] * 3, 1)
+    with pytest.raises(Refusal, match="3 images are waiting, and the queue takes 4") as refused:
+        batcher.submit(files(5, 6), ["pets"] * 2, 1)
+    assert (refused.value.status, refused.value.retry_after) == (429, 1)
+    last = batcher.submit(files(7), ["pets"], 1)
+    with pytest.raises(Refusal):
+        batcher.check_room()
+    fake.gate.set()
+    assert best([*running, *waiting, *last]) == ["1-0", "2-0", "3-0", "4-0", "7-0"]
+    until(lambda: batcher.waiting == 0)
+    batcher.check_room(4)
+
+
+def test_how_long_to_wait_follows_from_how_fast_batches_are(started, fake):
+    batcher = started(images=60, queue_images=60)
+    batcher._seconds_an_image = 0.2
+    fake.gate.clear()
+    batcher.submit(files(1), ["pets"], 1)
+    until(lambda: fake.batches)
+    batcher.submit(files(*range(60)), ["pets"] * 60, 1)
+    with pytest.raises(Refusal) as refused:
+        batcher.check_room()
+    assert refused.value.retry_after == 12
+
+
+def test_only_the_unreadable_image_fails_and_gives_its_place_back(started, fake):
+    batcher = started()
+    good, bad, worse = batcher.submit([("a", b"\x05"), ("b.jpg", b"bad"), ("c.jpg", b"worse")], ["pets"] * 3, 1)
+    assert best([good]) == ["5-0"]
+    with pytest.raises(Refusal, match=r"^cannot read the image b\.jpg: no$") as refused:
+        bad.result(5)
+    assert (refused.value.status, refused.value.image) == (422, "b.jpg")
+    # What a decoder says that was not meant for people stays here.
+    with pytest.raises(Refusal, match=r"^cannot read the image c\.jpg: ZeroDivisionError$"):
+        worse.result(5)
+    until(lambda: batcher.waiting == 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ConfituneError("the task is gone"), "the prediction failed: the task is gone"),
+        (RuntimeError("CUDA out of memory at 0x7f00"), "the prediction failed: RuntimeError"),
+    ],
+)
+def test_a_failed_batch_fails_its_images_and_no_others(started, fake, error, reason):
+    batcher = started(max_batch=2)
+    fake.fails = error
+    for answer in batcher.submit(files(1, 2), ["pets"] * 2, 1):
+        with pytest.raises(Refusal) as refused:
+            answer.result(5)
+        assert (refused.value.status, refused.value.detail) == (500, reason)
+    fake.fails = None
+    assert best(batcher.submit(files(3), ["pets"], 1)) == ["3-0"]
+    assert batcher.healthy
+
+
+def test_too_few_predictions_fail_the_batch_rather_than_go_to_the_wrong_image(started, fake):
+    batcher = started()
+    fake.predict = lambda pixels, tasks, top: []
+    with pytest.raises(Refusal, match="the prediction failed: RuntimeError"):
+        batcher.submit(files(1), ["pets"], 1)[0].result(5)
+
+
+def test_images_nobody_waits_for_are_neither_decoded_nor_predicted(started, fake):
+    batcher = started(max_batch=1, decoders=1)
+    fake.gate.clear()
+    running = batcher.submit(files(1), ["pets"], 1)
+    until(lambda: fake.batches)
+    given_up = batcher.submit(files(*range(2, 30)), ["pets"] * 28, 1)
+    assert all(answer.cancel() for answer in given_up)
+    fake.gate.set()
+    assert best(running) == ["1-0"]
+    assert best(batcher.submit(files(40), ["pets"], 1)) == ["40-0"]
+    assert fake.batches == [[(1, "pets")], [(40, "pets")]]
+    assert len(fake.decoded) < 28
+    assert batcher.waiting == 0
+
+
+def test_closing_answers_what_waits(started, fake):
+    batcher = started(max_batch=3)
+    answers = batcher.submit(files(*range(9)), ["pets"] * 9, 1)
+    batcher.close(5)
+    assert best(answers) == [f"{number}-0" for number in range(9)]
+    assert not batcher.healthy
+    with pytest.raises(Refusal, match="being stopped") as refused:
+        batcher.submit(files(1), ["pets"], 1)
+    assert refused.value.status == 503
+
+
+def test_closing_refuses_what_would_take_too_long(started, fake):
+    batcher = started(max_batch=2)
+    fake.gate.clear()
+    answers = batcher.submit(files(*range(6)), ["pets"] * 6, 1)
+    until(lambda: fake.batches)
+    batcher.close(0.1)  # the predictor is still at the first batch
+    for answer in answers:
+        with pytest.raises(Refusal, match="being stopped"):
+            answer.result(0)
+    fake.gate.set()  # its late answer is dropped
+
+
+def test_many_threads_at_once_get_their_own_answers(started, fake):
+    batcher = started(max_batch=7, max_wait_ms=1, queue_images=4000, images=8)
+    wrong = []
+
+    def client(seed):
+        numbers = [(seed * 31 + step) % 256 for step in range(40)]
+        for at in range(0, 40, 8):
+            chunk = numbers[at : at + 8]
+            if best(batcher.submit(files(*chunk), [str(seed)] * 8, 1)) != [f"{number}-0" for number in chunk]:
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert wrong == []
+    assert sum(map(len, fake.batches)) == 480
+    assert max(map(len, fake.batches)) == 7
+    assert batcher.waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"max_batch": 0}, "max_batch must be more than 0"),
+        ({"request_seconds": -1.0}, "request_seconds must be more than 0"),
+        ({"images": 9, "queue_images": 8}, "may have 9 images, and the queue takes only 8"),
+        ({"all_bodies_bytes": 10_000_000}, "may have 32 MB, and all together only 10 MB"),
+    ],
+)
+def test_limits_that_make_no_sense_are_said(limits, words):
+    with pytest.raises(ConfituneError, match=words):
+        Limits(**limits)
+
+
+def test_no_wait_at_all_is_a_limit(started):
+    assert best(started(max_wait_ms=0).submit(files(3), ["pets"], 1)) == ["3-0"]

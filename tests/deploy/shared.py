@@ -1,0 +1,86 @@
+"""What several tests of bundles and servers use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from confitune.deploy import Bundle, Predictor, TaskRecord
+from confitune.deploy.format import Network
+
+NETWORK = Network(
+    model="test_byobnet",
+    means="window",
+    mean=(0.5, 0.4, 0.3),
+    std=(0.2, 0.25, 0.3),
+    size=32,
+    weights="none",
+    weights_sha256=hashlib.sha256(b"start").hexdigest(),
+)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file in a folder, the lock apart."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def contents_and_times(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file in a folder, and when it was changed."""
+    return {name: (data, (folder / name).stat().st_mtime_ns) for name, data in contents(folder).items()}
+
+
+def backbone_of(path: Path, head: str = "bundle.json") -> Path:
+    """The backbone that a head names."""
+    return path / "backbones" / f"{json.loads((path / head).read_bytes())['backbone']['sha256']}.safetensors"
+
+
+def flipped(data: bytes, position: int) -> bytes:
+    """The same with one bit changed."""
+    changed = bytearray(data)
+    changed[position] ^= 1 << position % 8
+    return bytes(changed)
+
+
+def answers(path: Path) -> dict[str, Tensor]:
+    """Logits of the same images under every task."""
+    predictor = Predictor.from_bundle(path, device="cpu")
+    pixels = torch.randint(0, 256, (3, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+    return {task: torch.stack(predictor.logits(pixels, [task] * 3)) for task in predictor.tasks}
+
+
+def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait for something that another thread does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
+
+
+def perturbed(real: dict[str, Tensor], seed: int, classes: int) -> dict[str, Tensor]:
+    """The state of a task with every number moved, and another head."""
+    chance = torch.Generator().manual_seed(seed)
+    moved = {
+        key: tensor * (1 + 0.05 * torch.randn(tensor.shape, generator=chance)) if tensor.is_floating_point() else tensor
+        for key, tensor in real.items()
+    }
+    moved["head.weight"] = torch.randn(classes, real["head.weight"].shape[1], generator=chance)
+    moved["head.bias"] = torch.randn(classes, generator=chance)
+    return moved
+
+
+def add(bundle: Bundle, name: str, real: dict[str, Tensor], seed: int, **more: Any) -> None:
+    """A task like `real`."""
+    classes = tuple(f"{name} {n}" for n in range(2 + seed % 3))
+    stored = bundle.store_task(perturbed(real, seed, len(classes)), classes)
+    bundle.add_task(name, TaskRecord(classes=classes, file=stored), checked={name: 50.0}, **more)

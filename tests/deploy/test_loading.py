@@ -1,0 +1,60 @@
+"""What a bundle's files declare is checked before memory is taken for it."""
+
+import pytest
+import torch
+
+from confitune.deploy import Bundle, BundleError, TaskRecord
+from deploy.shared import NETWORK, add, perturbed
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor", "message"),
+    [
+        ("head.weight", torch.zeros(2, 7), r"head\.weight must have shape \(2, \d+\) and is of shape \(2, 7\)"),
+        ("head.weight", torch.zeros(5000, 64), "2 class names for a head of 5000 classes"),
+        ("head.bias", None, r"head\.bias must have shape \(2,\) and is missing"),
+        ("finished", torch.ones(1000, dtype=torch.bool), "it does not say that its task was finished"),
+        ("finished", torch.tensor(False), "it does not say that its task was finished"),
+        ("finished", None, "it does not say that its task was finished"),
+        (
+            "image_size",
+            torch.tensor([10**9, 10**9]),
+            r"learned from images of \[1000000000, 1000000000\] pixels, not 32",
+        ),
+        ("image_size", torch.zeros(9), "learned from images of very many pixels, not 32"),
+        ("some.input_size", torch.tensor([10**9, 4, 1]), "planes which no image of 32 pixels leads to"),
+        ("some.input_size", torch.tensor([-4, 4, 1]), "planes which no image of 32 pixels leads to"),
+    ],
+)
+def test_a_file_that_declares_other_tensors_is_refused_before_any_is_copied(
+    backbone, real, tmp_path, monkeypatch, key, tensor, message
+):
+    hostile = {**perturbed(real, 1, 2), key: tensor}
+    if tensor is None:
+        del hostile[key]
+    bundle = Bundle(tmp_path / "model", NETWORK)
+    with bundle.changing():
+        add(bundle, "good", real, 1, shared=backbone)
+        bundle.add_task("bad", TaskRecord(classes=("a", "b"), file=bundle.store_task(hostile, ["a", "b"])))
+    net = bundle.load_network(["good"])
+    monkeypatch.setattr(torch, "cat", lambda *_: pytest.fail("memory was taken"))
+    with pytest.raises(BundleError, match=rf"{bundle.record('bad').file.sha256}\.safetensors: .*{message}"):
+        bundle.load_task(net, "bad")
+    assert list(net.tasks) == ["good"]
+
+
+def test_a_backbone_of_another_network_is_refused(real, tmp_path):
+    bundle = Bundle(tmp_path / "model", NETWORK)
+    with bundle.changing():
+        add(bundle, "a", real, 1, shared={"stem.weight": torch.zeros(200_000)})
+    with pytest.raises(BundleError, match=r"\.safetensors: the shared weights are those of another network"):
+        bundle.load_network()
+
+
+def test_a_network_that_the_file_cannot_hold_is_not_built(real, tmp_path, monkeypatch):
+    bundle = Bundle(tmp_path / "model", NETWORK)
+    with bundle.changing():
+        add(bundle, "a", real, 1, shared={"stem.weight": torch.zeros(3)})
+    monkeypatch.setattr("confitune.deploy.loading.build_model", lambda name: pytest.fail("memory was taken"))
+    with pytest.raises(BundleError, match=r"\.safetensors: 156 bytes cannot be the weights of test_byobnet"):
+        bundle.load_network()

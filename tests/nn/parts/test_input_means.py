@@ -1,0 +1,276 @@
+"""Statistics of the tensors that convolutions read, against averages computed another way."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import unfold
+
+from confitune.errors import ConfituneError
+from confitune.nn import ConvGeometry, InputMeans
+
+
+def windows(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    """Window means [C, K, K] by cutting out every window (zero padding)."""
+    columns = unfold(x, conv.kernel_size, conv.dilation, conv.padding, conv.stride)
+    return columns.mean((0, 2)).reshape(x.shape[1], *conv.kernel_size)
+
+
+def phases(x: Tensor, stride: tuple[int, int]) -> Tensor:
+    """Phase means [C, s, s] by slicing."""
+    down, right = stride
+    means = [x[:, :, a::down, b::right].mean((0, 2, 3)) for a in range(down) for b in range(right)]
+    return torch.stack(means, 1).reshape(x.shape[1], down, right)
+
+
+def test_two_sizes_in_one_task_are_refused(xconv):
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).train()
+    xconv(model)
+    model(torch.rand(2, 2, 6, 5))
+    with pytest.raises(ConfituneError, match=r"6x5 and then of 6x6 in one task.*resize"):
+        model(torch.rand(2, 2, 6, 6))
+
+
+def test_statistics_do_not_lose_precision_to_autocast(xconv):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3)).train()
+    layer = xconv(model).layers["2"]
+    inputs: list[Tensor] = []
+    model[1].register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.rand(8, 2, 9, 9))
+    assert inputs[0].dtype == torch.bfloat16
+    torch.testing.assert_close(layer.inputs.view(0), windows(inputs[0].float(), model[1]), rtol=0, atol=1e-6)
+
+
+geometries = st.builds(
+    ConvGeometry,
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    stride=st.just((2, 2)),
+    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    padding=st.tuples(*[st.integers(0, 2).map(lambda p: (p, p))] * 2),
+)
+
+
+@settings(max_examples=75)
+@given(st.lists(geometries, min_size=1, max_size=4), st.tuples(st.integers(5, 8), st.integers(5, 8)))
+def test_whatever_is_shared_every_reader_gets_its_own_window_means(readers, size):
+    for geometry in readers:
+        assume(all(size[a] + 2 * geometry.padding[a][0] > geometry.dilation[a] * 2 for a in (0, 1)))
+    x = torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(0))
+    statistics = InputMeans(3, readers, "window", 0.1).train()
+    statistics.observe(statistics, (x,))
+    for index, geometry in enumerate(readers):
+        padding = [amount for amount, _ in geometry.padding]
+        conv = nn.Conv2d(3, 1, geometry.kernel, geometry.stride, padding, geometry.dilation)
+        torch.testing.assert_close(statistics.window_means(index), windows(x, conv))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "window_tables", "phase_tables"),
+    [
+        # ResNet18's block: the 1x1 stride-2 shortcut reads what tap (1, 1) of the 3x3 reads.
+        (ConvGeometry((3, 3), (2, 2), padding=((1, 1), (1, 1))), ConvGeometry((1, 1), (2, 2)), 1, 1),
+        # ... but not of a 3x3 without padding, which has fewer outputs and starts elsewhere.
+        (ConvGeometry((3, 3), (2, 2)), ConvGeometry((1, 1), (2, 2)), 2, 1),
+        # ResNet50's block: conv1 reads every pixel, the shortcut every other.
+        (ConvGeometry((1, 1), (1, 1)), ConvGeometry((1, 1), (2, 2)), 2, 2),
+        # Inception: 1x1, and 3x3 with padding 1, at stride 1.
+        (ConvGeometry((1, 1)), ConvGeometry((3, 3), padding=((1, 1), (1, 1))), 1, 1),
+        # A 3x3 inside a 5x5, and a dilated 3x3 inside a 5x5: its taps are every other of the big one's.
+        (ConvGeometry((5, 5), padding=((2, 2), (2, 2))), ConvGeometry((3, 3), padding=((1, 1), (1, 1))), 1, 1),
+        (
+            ConvGeometry((5, 5), padding=((2, 2), (2, 2))),
+            ConvGeometry((3, 3), dilation=(2, 2), padding=((2, 2), (2, 2))),
+            1,
+            1,
+        ),
+        # Reflected borders are other pixels than zeros.
+        (
+            ConvGeometry((3, 3), padding=((1, 1), (1, 1)), mode="reflect"),
+            ConvGeometry((1, 1)),
+            2,
+            1,
+        ),
+    ],
+)
+def test_how_many_tables_two_readers_need(first, second, window_tables, phase_tables):
+    for pair in ([first, second], [second, first]):
+        assert len(InputMeans(4, pair, "window", 0.1).tables) == window_tables
+        assert len(InputMeans(4, pair, "phase", 0.1).tables) == phase_tables
+
+
+# ---- batches that are not in the tables yet --------------------------------------------------------------------------
+
+# Two strides, so that neither kind of means can share one table.
+READERS = (ConvGeometry((3, 3), (2, 2), padding=((1, 1), (1, 1))), ConvGeometry((1, 1)))
+
+
+def tracker(means="window", momentum=0.1) -> InputMeans:
+    return InputMeans(2, READERS, means, momentum).train()
+
+
+def drawn(count: int, seed: int = 0, dtype=torch.float32) -> list[Tensor]:
+    """Batches of 6 x 5 planes that differ in scale and offset."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(3, 2, 6, 5, generator=generator, dtype=dtype) * (1 + i) - i for i in range(count)]
+
+
+def seen(statistics: InputMeans, batches: list[Tensor]) -> InputMeans:
+    for x in batches:
+        statistics.observe(statistics, (x,))
+    return statistics
+
+
+def averaged(batches: list[Tensor], means: str, momentum: float | None) -> list[Tensor]:
+    """What the two tables must hold: of windows or phases cut out of each batch, averaged one after the other."""
+    convs = [nn.Conv2d(2, 1, 3, 2, padding=1), nn.Conv2d(2, 1, 1)]
+    tables = []
+    for conv in convs:
+        of = [windows(x, conv) if means == "window" else phases(x, conv.stride) for x in batches]
+        table = of[0]
+        for count, mean in enumerate(of[1:], 2):
+            share = 1 / count if momentum is None else momentum
+            table = (1 - share) * table + share * mean
+        tables.append(table)
+    return tables
+
+
+def assert_tables(statistics: InputMeans, expected: list[Tensor], atol: float) -> None:
+    assert len(statistics.tables) == len(expected)
+    for table, wanted in zip(statistics.tables, expected, strict=True):
+        torch.testing.assert_close(table, wanted, rtol=0, atol=atol)
+
+
+def assert_same_bits(statistics: InputMeans, other: InputMeans) -> None:
+    assert (statistics.size, statistics.batches) == (other.size, other.batches)
+    assert all(map(torch.equal, statistics.tables, other.tables))
+
+
+@settings(max_examples=40)
+@given(
+    means=st.sampled_from(["window", "phase"]),
+    momentum=st.sampled_from([0.1, 0.7, None]),
+    folds=st.lists(st.booleans(), min_size=1, max_size=10),
+)
+def test_folding_at_any_moment_changes_the_tables_only_by_rounding(means, momentum, folds):
+    batches = drawn(len(folds), dtype=torch.float64)
+    often, once = (tracker(means, momentum).double() for _ in range(2))
+    for x, fold in zip(batches, folds, strict=True):
+        seen(often, [x])
+        seen(once, [x])
+        if fold:
+            often.fold()
+            often.fold()  # nothing is left to bring in
+    expected = averaged(batches, means, momentum)
+    assert_tables(often, expected, atol=1e-12)
+    assert_tables(once, expected, atol=1e-12)
+    assert often.batches == once.batches == len(folds)
+
+
+@pytest.mark.parametrize("means", ["window", "phase"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("folded", [0, 2])
+def test_live_state_goes_on_to_the_same_bits_while_batches_are_pending(means, momentum, folded):
+    batches = drawn(7)
+    statistics = seen(tracker(means, momentum), batches[:folded])
+    statistics.fold()
+    seen(statistics, batches[folded:4])
+    state = statistics.live_state()
+    assert state["pending"] == 4 - folded
+    seen(statistics, batches[4:])
+    twin = seen(tracker(means, momentum), drawn(3, seed=9))  # whatever it had is replaced
+    twin.load_live_state(state)
+    assert (twin.batches, twin.size) == (4, (6, 5))
+    seen(twin, batches[4:])
+    assert_same_bits(twin, statistics)
+    assert_tables(twin, averaged(batches, means, momentum), atol=1e-5)
+    # It was a copy: what was seen since has not reached it.
+    again = tracker(means, momentum)
+    again.load_live_state(state)
+    assert_tables(again, averaged(batches[:4], means, momentum), atol=1e-5)
+
+
+def test_restoring_drops_what_is_pending():
+    statistics = seen(tracker(), drawn(3))
+    for table in statistics._tables:
+        table.fill_(5)
+    statistics.restore((6, 5), 4)
+    assert all((table == 5).all() for table in statistics.tables)
+    assert statistics.batches == 4
+    x = drawn(1, seed=3)
+    seen(statistics, x)  # the next batch has its ordinary share: the tables are of four
+    assert_tables(statistics, [4.5 + 0.1 * table for table in averaged(x, "window", None)], atol=1e-6)
+
+
+def test_resetting_drops_what_is_pending():
+    statistics = seen(tracker(), drawn(3))
+    statistics.reset()
+    assert (statistics.size, statistics.batches) == (None, 0)
+    assert all((table == 0).all() for table in statistics.tables)
+    other = [torch.full((2, 2, 4, 4), 3.0)]
+    seen(statistics, other)
+    assert statistics.size == (4, 4)
+    assert_tables(statistics, averaged(other, "window", 0.1), atol=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("move", [lambda s: s.double(), lambda s: s.to(torch.float64)], ids=["double", "to"])
+def test_moving_loses_no_pending_batch(momentum, move):
+    first, later = drawn(3), drawn(5, dtype=torch.float64)[3:]
+    statistics = seen(tracker(momentum=momentum), first)
+    move(statistics)
+    assert statistics._pending == 3
+    alone = copy.deepcopy(statistics)
+    assert_tables(alone, averaged([x.double() for x in first], "window", momentum), atol=1e-6)
+    assert {table.dtype for table in alone.tables} == {torch.float64}
+    seen(statistics, later)
+    expected = averaged([*(x.double() for x in first), *later], "window", momentum)
+    assert_tables(statistics, expected, atol=1e-6)
+    # From then on in the new precision: a batch 1e-9 larger shows.
+    base, shifted = copy.deepcopy(statistics), copy.deepcopy(statistics)
+    seen(base, later[:1])
+    seen(shifted, [later[0] + 1e-9])
+    share = 1 / 6 if momentum is None else momentum
+    assert (shifted.tables[1] - base.tables[1]).mean().item() == pytest.approx(1e-9 * share, rel=1e-3)
+
+
+def test_planes_of_one_size_keep_their_address():
+    """What a captured graph was recorded with must be what later tasks take in."""
+    statistics = seen(tracker(), drawn(1))
+    address = statistics._plane.data_ptr()
+    statistics.reset()
+    seen(statistics, [torch.rand(2, 2, 4, 4)])
+    assert statistics._plane.data_ptr() != address
+    statistics.reset()
+    statistics.resize((6, 5))
+    assert statistics._plane.data_ptr() == address
+    assert (statistics._plane == 0).all()
+
+
+def test_counting_stands_for_a_batch_that_other_code_took_in():
+    batches, statistics = drawn(3), tracker()
+    seen(statistics, batches[:1])
+    for x in batches[1:]:
+        statistics._plane.lerp_(x.mean(0).permute(1, 2, 0), statistics.share)  # as a replayed graph does
+        statistics.count()
+    assert statistics.batches == 3
+    assert_tables(statistics, averaged(batches, "window", 0.1), atol=1e-6)
+
+
+def test_a_deep_copy_has_its_own_pending_batches():
+    batches = drawn(6)
+    statistics = seen(tracker(), batches[:2])
+    twin = copy.deepcopy(statistics)
+    seen(twin, batches[2:])
+    seen(statistics, batches[4:])
+    assert_tables(twin, averaged(batches, "window", 0.1), atol=1e-5)
+    assert_tables(statistics, averaged([*batches[:2], *batches[4:]], "window", 0.1), atol=1e-5)
+    # ... also where the original has been brought up to date in between.
+    third = copy.deepcopy(statistics)
+    seen(statistics, batches[:3])
+    assert third.batches == 4
+    assert_tables(third, averaged([*batches[:2], *batches[4:]], "window", 0.1), atol=1e-5)
