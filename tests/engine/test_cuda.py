@@ -176,7 +176,7 @@ def test_a_task_that_settles_does_so_captured_or_not(ran):
     some = {"best": {"worse": 0, "most": 0.3}}
     eager, graph = (ran(method=create_method("best", some), step=step) for step in ("eager", "graph"))
     assert captured(graph[0]) > 0
-    assert sorted(len(entry.owns) for entry in graph[0].net.tasks.values()) == [1, 2, 2]
+    assert sorted(len(entry.owns) for entry in graph[0].net.tasks.values()) == [1, 3, 3]
     assert_same_bits(graph, eager)
     assert graph[1].fgt == 0
 

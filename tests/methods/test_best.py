@@ -9,9 +9,10 @@ import re
 import pytest
 import torch
 from rich.console import Console
+from torch.nn.functional import cross_entropy
 
 from confitune.engine import Checkpoint, CsvLog, Listener, LiveProgress, RunResult, Turns, evaluate, fit
-from confitune.methods import METHODS, Method, create_method
+from confitune.methods import METHODS, Method, create_method, hierarchical
 from confitune.methods.linear import fit_head, unexplained
 from confitune.tasks import Images
 
@@ -47,7 +48,7 @@ def owned(net):
     return [entry.owns for entry in net.tasks.values()]
 
 
-BOTH, HEAD = ("norms", "head"), ("head",)
+ALL, HEAD = ("norms", "deltas", "head"), ("head",)
 
 
 def answers(net, task):
@@ -125,7 +126,7 @@ def test_a_task_that_is_trained_on_is_not_asked_again(make_net, tasks, make_sett
     fit(net, tasks[0], create_method("best", NEVER), make_settings(epochs=5))
     net.reopen("dark")
     fit(net, tasks[0], create_method("best", ALWAYS), make_settings(epochs=5), hears)
-    assert (hears.epochs, net.tasks["dark"].owns) == (5, BOTH)
+    assert (hears.epochs, net.tasks["dark"].owns) == (5, ALL)
 
 
 # ---- a task that does not --------------------------------------------------------------------------------------------
@@ -157,21 +158,61 @@ class Draws(Method):
         self.draw()
 
 
-def test_a_task_that_does_not_settle_is_trained_as_by_bn_only(make_net, make_method, tasks, make_settings, assert_same):
-    """To the bit, random numbers included; judging it has left no trace."""
+class Unasked(METHODS["best"]):
+    def settle(self, context):
+        return False
+
+
+def test_a_task_that_does_not_settle_is_trained_as_if_nobody_had_asked(make_net, tasks, make_settings, assert_same):
+    """To the bit, random numbers included: judging it has left no trace."""
     found = []
-    for name in ("bn-only", "best"):
-        draws, hears, net = Draws(), Hears(), make_net(name, dropout=0.3)
+    for kind in (Unasked, METHODS["best"]):
         # Both classifiers are judged: only the second says no.
-        method = make_method(name, {"best": {"worse": 1e9, "most": 1e9}}, [draws])
-        settings = make_settings(epochs=5, augmentation="flip-shift", momentum=0.9, lr=0.01)
+        method, draws, hears = kind(worse=1e9, most=1e9), Draws(), Hears()
+        method.added, net = (draws,), make_net("best", dropout=0.3)
+        settings = make_settings(epochs=5, augmentation="flip-shift", momentum=0.9, lr=0.003)
         torch.manual_seed(5)
         for task in tasks[:2]:
             fit(net, at_random(task), method, settings, hears)
-        assert (hears.epochs, hears.notes, owned(net)) == (10, [], [BOTH, BOTH])
-        state = {key: value for key, value in net.state_dict().items() if key != "parts.norms.row"}
-        found.append({"state": state, "drawn": draws.drawn, "random": torch.get_rng_state()})
+        assert (hears.epochs, hears.notes, owned(net)) == (10, [], [ALL, ALL])
+        found.append({"state": dict(net.state_dict()), "drawn": draws.drawn, "random": torch.get_rng_state()})
     assert_same(found[1], found[0])
+
+
+def test_changes_take_the_place_of_weights_in_the_stages_of_hierarchical_fine_tuning():
+    for epochs in (1, 4, 5, 10):
+        stages = create_method("best").stages(epochs, 0)
+        assert [(stage.name, stage.epochs) for stage in stages] == [(s.name, s.epochs) for s in hierarchical(epochs)]
+        assert stages[-1].trains == {"head", "norms", "deltas"}
+        assert not any("weights" in stage.trains for stage in stages)
+
+
+def test_changes_start_along_the_gradient_of_whole_batches(
+    make_net, tasks, make_fit, monkeypatch, snapshot, assert_same
+):
+    """27 images in batches of 8 are 3 whole ones; of these two are asked for."""
+    net, given = make_net("best"), []
+    context = make_fit(net, tasks[0], "best", epochs=5)
+    context._freeze_but(frozenset({"head", "norms", "deltas"}))
+    net.train().features(next(iter(context.batches(8)))[0])  # as steps before have done
+    twin, before = copy.deepcopy(net).train(), snapshot(net)
+    monkeypatch.setattr(net.parts["deltas"], "start_along", given.append)
+    method = create_method("best", {"best": {"batches": 2}})
+    for epoch in range(5):
+        method.begin_epoch(context, epoch)
+        assert len(given) == (epoch >= 2)  # the third is the first of the last stage
+    assert_same(snapshot(net), before)
+    weights = {name: twin.backbone.get_submodule(name).weight for name in given[0]}
+    assert list(weights) == ["0", "3"]
+    total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for weight in weights.values():
+        weight.requires_grad_(True)
+    for x, labels in list(context.batches(8))[:2]:
+        gradients = torch.autograd.grad(cross_entropy(twin(x), labels), list(weights.values()))
+        for name, gradient in zip(total, gradients, strict=True):
+            total[name] += gradient
+    for name, expected in total.items():
+        torch.testing.assert_close(given[0][name], expected, rtol=1e-4, atol=1e-6)
 
 
 # ---- sequences in which some settle ----------------------------------------------------------------------------------
@@ -188,7 +229,7 @@ def test_tasks_answer_to_the_bit_as_before_after_later_ones(make_net, mixed, mak
             for name, (task, expected) in seen.items():
                 assert torch.equal(answers(net, task), expected), (order, name)
             seen[mixed[place].name] = mixed[place], answers(net, mixed[place])
-        assert {name: entry.owns for name, entry in net.tasks.items()} == {"dark": BOTH, "bright": HEAD, "minus": BOTH}
+        assert {name: entry.owns for name, entry in net.tasks.items()} == {"dark": ALL, "bright": HEAD, "minus": ALL}
         for key, weight in weights.items():
             assert torch.equal(net.backbone.get_parameter(key), weight)  # convolutions never move
 
@@ -215,11 +256,12 @@ def best(make_run, mixed):
 def test_a_run_forgets_nothing(best):
     run = best()
     result = run.run()
-    assert owned(run.net) == [BOTH, HEAD, BOTH]
+    assert owned(run.net) == [ALL, HEAD, ALL]
     assert (result.fgt, result.bwt) == (0.0, 0.0)
     for task, row in enumerate(result.accuracy_matrix):
         assert len(set(row[task:])) == 1
-    assert [task["norm_numbers"] for task in result.tasks] == [4 * 20, 0, 4 * 20]
+    # Four numbers a channel, and of both convolutions' weights (8 x 27, 12 x 72) a change of rank one.
+    assert [task["norm_numbers"] for task in result.tasks] == [4 * 20 + 35 + 84, 0, 4 * 20 + 35 + 84]
     assert run.images == 5 * (24 + 24)  # the second task's are not trained on
     assert result.learning_acc > 60
 
@@ -249,7 +291,7 @@ class Killer(Listener):
 
 
 @pytest.mark.parametrize(
-    ("task", "when"), [(0, 1), (1, "start"), (1, "settled"), (2, "start"), (2, 3)], ids=lambda at: str(at)
+    ("task", "when"), [(0, 1), (0, 2), (1, "start"), (1, "settled"), (2, "start"), (2, 3)], ids=lambda at: str(at)
 )
 def test_resumed_equals_undisturbed(best, tmp_path, task, when):
     logs = {name: tmp_path / name for name in ("whole", "killed")}
@@ -262,7 +304,7 @@ def test_resumed_equals_undisturbed(best, tmp_path, task, when):
     run = best(folder=logs["killed"], listeners=(CsvLog(logs["killed"]),))
     assert run.resume()
     found = run.run()
-    assert owned(run.net) == [BOTH, HEAD, BOTH]
+    assert owned(run.net) == [ALL, HEAD, ALL]
     assert found.final_sha256 == expected.final_sha256
     assert found.accuracy_matrix == expected.accuracy_matrix
     assert (run.images, found.tasks) == (whole.images, expected.tasks)
