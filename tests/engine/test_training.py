@@ -379,7 +379,7 @@ def test_a_task_that_diverged_is_not_finished_though_its_end_was_launched(
 ):
     method = make_method(name, options=NEVER, **xconv)
     net = make_net(method)
-    settings = TrainSettings(epochs=5, batch_size=8, lr=1e38, weight_decay=1e10, device="cpu")
+    settings = TrainSettings(epochs=5, batch_size=8, lr=1e37, weight_decay=1e10, device="cpu")
     fitting = make_fit(net, make_task("dark"), method, settings, kind=ReadLate)
     with pytest.raises(DivergedError, match=r"task 'dark' became .* in epoch \d"):
         fitting.fit()
