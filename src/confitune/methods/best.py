@@ -42,7 +42,7 @@ class Best(Method):
     summary = "pre-trained backbone frozen; heads, and where it helps norms and low-rank changes; forgets nothing"
     cost = "two linear classifiers before a task, gradients of a few batches before changes are trained"
     settings = MappingProxyType({"lr": 0.03})
-    lr_factors = MappingProxyType({"deltas": 10.0})
+    lr_factors = MappingProxyType({"deltas": 3.0})
     Options = BestOptions
 
     def parts(self) -> list[Part]:
