@@ -13,6 +13,7 @@ from safetensors import safe_open
 from confitune.deploy import Bundle, BundleError, TaskRecord
 from confitune.deploy.format import Checked, StoredFile
 from confitune.deploy.held_out import decode_kept
+from confitune.nn import XconvNorms
 from confitune.tasks import load_folder_task
 from deploy.shared import NETWORK as SMALLER
 from deploy.shared import backbone_of, flipped
@@ -274,7 +275,7 @@ def test_copy_to_another_backbone_is_refused_with_the_reason(taught):
 def test_copy_between_kinds_of_means_is_refused_though_weights_agree(trained, tmp_path):
     source = by_hand(tmp_path / "window", trained("test_byobnet"))
     other = NETWORK.model_copy(update={"means": "phase"})
-    target = by_hand(tmp_path / "phase", trained("test_byobnet", means="phase"), other)
+    target = by_hand(tmp_path / "phase", trained("test_byobnet", [XconvNorms("phase")]), other)
     assert source.lineage == target.lineage
     before = contents(target.path)
     with target.changing(), pytest.raises(BundleError, match="cannot be copied"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from confitune.methods.probe import Probe
 
 from confitune.deploy import Bundle, BundleError, Predictor, TaskRecord, check_tasks, export_bundle
 from confitune.deploy.fitting import Fit, layers_of, logits_and_distances
@@ -15,7 +16,6 @@ from confitune.deploy.format import Network, head_from_bytes, head_to_bytes
 from confitune.engine import TrainSettings
 from confitune.experiments import examine
 from confitune.methods import METHODS
-from confitune.methods.probe import Probe
 from confitune.nn import create_backbone
 from confitune.tasks import load_folder_task
 
