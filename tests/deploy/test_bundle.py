@@ -16,7 +16,7 @@ from confitune.deploy.held_out import decode_kept
 from confitune.nn import XconvNorms
 from confitune.tasks import load_folder_task
 from deploy.shared import NETWORK as SMALLER
-from deploy.shared import backbone_of, flipped
+from deploy.shared import backbone_of, edited, flipped
 from deploy.shared import contents_and_times as contents
 
 NETWORK = SMALLER.model_copy(update={"size": 64})
@@ -64,14 +64,6 @@ def some_pixels(count=4, size=32):
 @torch.no_grad()
 def logits(bundle, task):
     return bundle.load_network([task]).eval()(some_pixels(), task)
-
-
-def edited(path, **values):
-    """The head with other values, its checksum right."""
-    head = json.loads(path.read_bytes()) | values
-    del head["checksum"]
-    text = json.dumps(head, sort_keys=True, ensure_ascii=False).encode()
-    path.write_text(json.dumps(head | {"checksum": hashlib.sha256(text).hexdigest()}))
 
 
 # ---- in and out ------------------------------------------------------------------------------------------------------
