@@ -154,10 +154,19 @@ def test_a_record_that_does_not_belong_to_the_files_is_refused(taught, network, 
 # ---- networks without batch norm -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "size"), [("test_convnext", 32), ("test_vit", 160)])
-def test_a_network_without_batch_norm_learns_answers_and_guesses(teach, pixels, tmp_path, model, size):
+@pytest.mark.parametrize(
+    ("model", "size", "method"),
+    [
+        ("test_convnext", 32, "best"),
+        ("test_convnext", 32, "linear-probe"),
+        ("test_convnext", 32, "bn-only"),
+        ("test_vit", 160, "best"),
+    ],
+)
+def test_a_network_without_batch_norm_learns_answers_and_guesses(teach, pixels, tmp_path, model, size, method):
     path = tmp_path / "model"
-    new = {"model": model, "weights": "none", "size": size, "method": "best", "options": {"best": {"most": 0}}}
+    new = {"model": model, "weights": "none", "size": size, "method": method}
+    new |= {"options": {"best": {"most": 0}}} if method == "best" else {}
     for task in ("reds", "greens"):
         report = teach(task, path, lr=0.03, **new)
         new = {}
@@ -175,6 +184,13 @@ def test_a_network_without_batch_norm_learns_answers_and_guesses(teach, pixels, 
         assert torch.allclose(together[n], predictor.logits(images[n : n + 1], [task])[0], atol=1e-4)
     guesses = predictor.predict(images, [None] * 4)
     assert all(answer.task in ("reds", "greens") and answer.task_confidence >= 0.5 for answer in guesses)
+
+
+def test_a_size_that_the_network_does_not_take_is_refused(teach, tmp_path):
+    new = {"model": "vit_tiny_patch16_224", "weights": "none", "method": "best"}
+    with pytest.raises(BundleError, match="vit_tiny_patch16_224 takes no images of 64 pixels: choose another --size"):
+        teach("reds", tmp_path / "model", size=64, **new)
+    assert not (tmp_path / "model").exists()
 
 
 def test_confit_says_that_it_needs_batch_norm(teach, tmp_path):

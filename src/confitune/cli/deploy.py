@@ -22,7 +22,12 @@ BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="a folder t
 
 
 @app.command(name="learn", cls=SettingsCommand)
-@with_settings("epochs", "batch_size", "lr", "seed", "augmentation", "model", "weights", "device", "cache_dir")
+@with_settings(
+    *("epochs", "batch_size", "lr", "seed", "augmentation", "model", "weights", "device", "cache_dir"),
+    epochs="10, or the method's",
+    batch_size="32",
+    lr="0.03 with best, else 0.01",
+)
 def learn_command(
     folder: Annotated[
         Path, typer.Argument(help="one folder of photos for each class; or train/ and test/ with such folders")

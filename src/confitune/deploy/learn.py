@@ -13,6 +13,7 @@ from pydantic import Field
 
 from confitune.deploy.bundle import Bundle
 from confitune.deploy.fitting import measure_fit
+from confitune.deploy.folding import example_images
 from confitune.deploy.format import BundleError, MethodOptions, Network, TaskRecord, check_name
 from confitune.deploy.held_out import Change, accuracy_on, check_earlier, keep_some, some_of
 from confitune.deploy.loading import new_network
@@ -155,6 +156,8 @@ def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualN
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # of a random start, weights 'none'
         backbone = create_backbone(settings.model, settings.weights)
+    if example_images(backbone.module.eval(), (settings.size, settings.size)) is None:
+        raise BundleError(f"{settings.model} takes no images of {settings.size} pixels: choose another --size or model")
     network = Network(
         model=backbone.name,
         method=settings.method,
