@@ -67,7 +67,7 @@ def main() -> None:
 def made(scratch: Path, options: argparse.Namespace) -> tuple[Path, Path, dict[str, Tensor]]:
     """A bundle of few tasks, one of many, and the state of the task that all the others are copies of."""
     (photos,) = cut_folders(scratch / "photos", 1)
-    settings = LearnSettings(means=options.means, epochs=1, device="cpu")
+    settings = LearnSettings(method="confit", means=options.means, epochs=1, device="cpu")
     learn(photos, "real", scratch / "few", settings, cache_dir=scratch / "cache")
     many, chance = scratch / "many", random.Random(0)
     shutil.copytree(scratch / "few", many)

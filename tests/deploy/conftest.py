@@ -5,7 +5,7 @@ bundles that have learned tasks of made-up pictures, none of which looks like an
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from confitune.deploy import Bundle, LearnReport, LearnSettings, learn
-from confitune.nn import ContinualNet, build_model
+from confitune.nn import ContinualNet, Head, Part, XconvNorms, build_model
 
 Trained = Callable[..., ContinualNet]
 Teach = Callable[..., LearnReport]
@@ -39,23 +39,36 @@ def images() -> Callable[..., Tensor]:
 
 @pytest.fixture
 def trained(images: Callable[..., Tensor]) -> Trained:
-    """Makes a network of a name or a module, with the tasks 'pets' (3 classes) and 'birds' (4), in training mode."""
+    """Makes a network of a name or a module, with the tasks 'pets' (3 classes) and 'birds' (4), in training mode.
 
-    def trained(model: str | nn.Module, *, size: int = 64, channels: int = 3, **options: Any) -> ContinualNet:
+    Its tasks own a head and `parts`; without any, Xconv norms.
+    """
+
+    def trained(
+        model: str | nn.Module,
+        parts: Sequence[Part] | None = None,
+        *,
+        size: int = 64,
+        channels: int = 3,
+        **options: Any,
+    ) -> ContinualNet:
         torch.manual_seed(0)
         options.setdefault("momentum", 1.0)  # the last batch counts: the variance of 1 from the start is far too large
-        net = ContinualNet(build_model(model) if isinstance(model, str) else model, **options)
+        own = [*([XconvNorms()] if parts is None else parts), Head()]
+        net = ContinualNet(build_model(model) if isinstance(model, str) else model, own, **options)
         with torch.no_grad():
-            for parameter in net.norm_parameters():
+            for parameter in net.groups()["norms"]:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             for seed, (task, classes) in enumerate({"pets": ["cat", "dog", "hare"], "birds": 4}.items()):
                 net.add_task(task, classes)
                 net.train()
+                for parameter in net.groups().get("deltas", ()):
+                    parameter.add_(0.1 * torch.randn_like(parameter))
                 for step in range(3):
                     # Tasks differ in scale and offset, so that one task's moments are wrong for another.
                     net((1 + seed) * images(4, size, seed=10 * seed + step, channels=channels) + seed)
                 net.finish_task()
-                for parameter in net.conv_parameters():
+                for parameter in net.groups()["weights"]:
                     parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
         return net
 

@@ -45,6 +45,14 @@ def backbone_of(path: Path, head: str = "bundle.json") -> Path:
     return path / "backbones" / f"{json.loads((path / head).read_bytes())['backbone']['sha256']}.safetensors"
 
 
+def edited(path: Path, **values: Any) -> None:
+    """The head with other values, its checksum right."""
+    head = json.loads(path.read_bytes()) | values
+    del head["checksum"]
+    text = json.dumps(head, sort_keys=True, ensure_ascii=False).encode()
+    path.write_text(json.dumps(head | {"checksum": hashlib.sha256(text).hexdigest()}))
+
+
 def flipped(data: bytes, position: int) -> bytes:
     """The same with one bit changed."""
     changed = bytearray(data)

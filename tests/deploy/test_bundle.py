@@ -13,9 +13,10 @@ from safetensors import safe_open
 from confitune.deploy import Bundle, BundleError, TaskRecord
 from confitune.deploy.format import Checked, StoredFile
 from confitune.deploy.held_out import decode_kept
+from confitune.nn import XconvNorms
 from confitune.tasks import load_folder_task
 from deploy.shared import NETWORK as SMALLER
-from deploy.shared import backbone_of, flipped
+from deploy.shared import backbone_of, edited, flipped
 from deploy.shared import contents_and_times as contents
 
 NETWORK = SMALLER.model_copy(update={"size": 64})
@@ -63,14 +64,6 @@ def some_pixels(count=4, size=32):
 @torch.no_grad()
 def logits(bundle, task):
     return bundle.load_network([task]).eval()(some_pixels(), task)
-
-
-def edited(path, **values):
-    """The head with other values, its checksum right."""
-    head = json.loads(path.read_bytes()) | values
-    del head["checksum"]
-    text = json.dumps(head, sort_keys=True, ensure_ascii=False).encode()
-    path.write_text(json.dumps(head | {"checksum": hashlib.sha256(text).hexdigest()}))
 
 
 # ---- in and out ------------------------------------------------------------------------------------------------------
@@ -274,7 +267,7 @@ def test_copy_to_another_backbone_is_refused_with_the_reason(taught):
 def test_copy_between_kinds_of_means_is_refused_though_weights_agree(trained, tmp_path):
     source = by_hand(tmp_path / "window", trained("test_byobnet"))
     other = NETWORK.model_copy(update={"means": "phase"})
-    target = by_hand(tmp_path / "phase", trained("test_byobnet", means="phase"), other)
+    target = by_hand(tmp_path / "phase", trained("test_byobnet", [XconvNorms("phase")]), other)
     assert source.lineage == target.lineage
     before = contents(target.path)
     with target.changing(), pytest.raises(BundleError, match="cannot be copied"):

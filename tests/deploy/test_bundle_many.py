@@ -145,7 +145,7 @@ def test_what_is_ready_is_bounded_and_answers_as_if_all_were(bundles):
         (found,), (expected,) = few.logits(pixels, [f"t{n}"]), all_of_them.logits(pixels, [f"t{n}"])
         assert torch.allclose(found, expected, atol=1e-5)
         assert len(few._loaded) == len(few._net.tasks) <= 3
-        assert len(few._net.heads) == len({len(entry.classes) for entry in few._net.tasks.values()})
+        assert len(few._net.head.linears) == len({len(entry.classes) for entry in few._net.tasks.values()})
     assert len(all_of_them._net.tasks) == 40
 
 
@@ -182,8 +182,8 @@ def loads(monkeypatch):
 
 
 def test_learning_reads_the_last_task_and_those_it_tests(taught, teach, monkeypatch):
-    path, loaded, held, run, test = taught(5), loads(monkeypatch), [], TaskFit.run, held_out.accuracy_on
-    monkeypatch.setattr(TaskFit, "run", lambda self: (held.append((self.index, [*self.net.tasks])), run(self))[1])
+    path, loaded, held, fit, test = taught(5), loads(monkeypatch), [], TaskFit.fit, held_out.accuracy_on
+    monkeypatch.setattr(TaskFit, "fit", lambda self: (held.append((self.index, [*self.net.tasks])), fit(self))[1])
     monkeypatch.setattr(held_out, "accuracy_on", lambda net, *a: (held.append(len(net.tasks)), test(net, *a))[1])
     report = teach("yellows", path, check=4, epochs=1)
     assert held[0] == (5, ["blues", "yellows"])  # the sixth task: seeds and schedule depend on that

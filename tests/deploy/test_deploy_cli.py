@@ -14,7 +14,7 @@ from PIL import Image
 
 from confitune import cli
 from confitune.deploy import Bundle, Predictor, check_tasks
-from confitune.methods.probe import Probe
+from confitune.methods import METHODS
 from deploy.shared import contents
 
 SOURCE = Path(cli.__file__).parents[2]
@@ -73,7 +73,9 @@ def quick(decoded):
 def test_learn_makes_a_bundle_and_then_adds_to_it(confitune, photos, quick, new_bundle, tmp_path):
     path = tmp_path / "model"
     start = [part for name, value in new_bundle.items() for part in (f"--{name}", value)]
-    said = confitune("learn", photos("reds"), "--name", "reds", "--bundle", path, *quick, *start, "--means", "phase")
+    said = confitune(
+        "learn", photos("reds"), "--name", "reds", "--bundle", path, *quick, *start, "--set", "means=phase"
+    )
     assert said.code == 0
     bundle = Bundle.open(path)
     assert (bundle.network.model, bundle.network.means, bundle.network.size) == ("test_byobnet", "phase", 32)
@@ -103,10 +105,10 @@ def test_learn_makes_a_bundle_and_then_adds_to_it(confitune, photos, quick, new_
 def test_learn_uses_best_and_says_where_only_a_head_was_fitted(
     confitune, photos, quick, new_bundle, tmp_path, monkeypatch
 ):
-    path, said_it = tmp_path / "model", "only a head was fitted, the network did not move"
+    path, said_it = tmp_path / "model", "only a head was fitted"
     start = [part for name, value in new_bundle.items() if name != "method" for part in (f"--{name}", value)]
     for task, settles in (("reds", True), ("stripes", False)):
-        monkeypatch.setattr(Probe, "may_stay", lambda self, *_, settles=settles: settles)
+        monkeypatch.setattr(METHODS["best"], "may_stay", lambda self, *_, settles=settles: settles)
         said = confitune("learn", photos(task), "--name", task, "--bundle", path, *quick, *start)
         assert said.code == 0
         assert (said_it in said.out) == settles
@@ -144,8 +146,11 @@ def test_predict_guesses_among_some(confitune, photos, taught_once):
         (["--name", "reds"], "has a task 'reds' already"),
         (["--name", "x", "--model", "resnet18"], "has model 'test_byobnet', which cannot be changed to 'resnet18'"),
         (["--name", "x", "--weights", "w.pth"], "has its weights already; leave --weights out"),
-        (["--name", "x", "--means", "both"], "--means both: Input should be 'window' or 'phase'"),
-        (["--name", "x", "--method", "mas"], "--method mas: Input should be 'best' or 'confit'"),
+        (["--name", "x", "--set", "means=both"], "--means both: Input should be 'window' or 'phase'"),
+        (["--name", "x", "--set", "confit.means=phase"], "learns with confit (means='window' statistics='running')"),
+        (["--name", "x", "--set", "best.rank=2"], "options of best say nothing to a bundle that learns with confit"),
+        (["--name", "x", "--set", "confit.rank=2"], "options of confit: rank: Extra inputs are not permitted"),
+        (["--name", "x", "--augmentation", "cutout"], "--augmentation cutout: Input should be 'none', 'flip'"),
         (["--name", "x", "--method", "best"], "has method 'confit', which cannot be changed to 'best'"),
         (["--name", "x", "--lr", "0"], "--lr 0.0: Input should be greater than 0"),
         (["--name", "x", "--lr", "1e20"], "the loss of task 'x' became"),
@@ -170,7 +175,7 @@ def test_ctrl_c_leaves_the_bundle_as_it_was(confitune, photos, quick, taught, mo
 
     path = taught(1)
     before = contents(path)
-    monkeypatch.setattr("confitune.engine.TaskFit.run", interrupted)
+    monkeypatch.setattr("confitune.engine.TaskFit.fit", interrupted)
     said = confitune("learn", photos("greens"), "--name", "greens", "--bundle", path, *quick)
     assert said.code == 130
     assert "stopped; the bundle is as it was" in said.err

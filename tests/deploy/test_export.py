@@ -13,6 +13,7 @@ from confitune import __version__
 from confitune.deploy import export
 from confitune.deploy.export import check_export, export_onnx, export_torch
 from confitune.errors import ConfituneError
+from confitune.nn import Calibrations, Deltas, Norms, XconvNorms
 from confitune.tasks import Preprocess
 
 onnx = pytest.importorskip("onnx")
@@ -43,7 +44,7 @@ def net(trained):
     ],
 )
 def test_both_files_give_the_networks_logits_for_one_image_and_for_ten(trained, images, tmp_path, model, means):
-    net, x = trained(model, means=means), images(10)
+    net, x = trained(model, [XconvNorms(means)]), images(10)
     for suffix, write in FORMATS.items():
         write(net, "pets", tmp_path / f"pets{suffix}", size=64)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pets.onnx", "pets.pt2"]  # weights are inside
@@ -71,10 +72,18 @@ class PreActivation(nn.Module):
         return (x + self.conv2(self.bn(x).relu())).relu().mean((2, 3))
 
 
-@pytest.mark.parametrize(("model", "norm"), [(PreActivation, "xconv"), (small, "calibrated")])
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [
+        (PreActivation, [XconvNorms]),
+        (small, [Norms, Calibrations]),
+        (small, [lambda: Norms(keep_pretrained=True), Deltas]),
+    ],
+    ids=["norms that stay", "calibrations", "deltas"],
+)
 @pytest.mark.parametrize("suffix", FORMATS)
-def test_what_cannot_be_folded_is_exported_with_its_norms(trained, images, tmp_path, model, norm, suffix):
-    net, path = trained(model(), size=8, norm=norm), tmp_path / f"birds{suffix}"
+def test_whatever_a_task_owns_is_in_its_file(trained, images, tmp_path, model, parts, suffix):
+    net, path = trained(model(), [part() for part in parts], size=8), tmp_path / f"birds{suffix}"
     FORMATS[suffix](net, "birds", path, size=8)
     for count in (1, 10):
         assert check_export(path, net, "birds", images(count, 8)) < 1e-5
@@ -252,7 +261,7 @@ def test_mistakes_are_explained(net, trained, images, tmp_path, suffix):
     with pytest.raises(ConfituneError, match=f"ends in {suffix}"):
         write(net, "pets", tmp_path / "pets.pth", size=8)
     with pytest.raises(ConfituneError, match=r"does not run on images of \(2, 2\)"):
-        write(trained(AsksItsInput(), size=8, norm="task"), "pets", path, size=2)
+        write(trained(AsksItsInput(), [Norms()], size=8), "pets", path, size=2)
     with pytest.raises(ConfituneError, match="no file"):
         check_export(path, net, "pets", images(2, 8))
     path.write_bytes(b"no model")

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.deploy.folding import folded
 from confitune.errors import ConfituneError
-from confitune.nn import ContinualNet
+from confitune.nn import Calibrations, ContinualNet, Deltas, Norms, XconvNorms
 
 
 def norms_of(module: nn.Module) -> list[nn.Module]:
@@ -36,7 +36,7 @@ def difference(net: ContinualNet, plain: nn.Module, task: str, x: Tensor) -> flo
     ],
 )
 def test_known_networks_fold_completely_and_agree(trained, images, model, means):
-    net = trained(model, means=means)
+    net = trained(model, [XconvNorms(means)])
     for task, classes in (("pets", 3), ("birds", 4)):
         plain = folded(net, task)
         assert plain(images()).shape == (10, classes)
@@ -51,13 +51,14 @@ def test_known_networks_fold_completely_and_agree(trained, images, model, means)
 
 @pytest.mark.parametrize("means", ["window", "phase"])
 def test_a_convolution_takes_over_scale_and_recovered_mean(trained, means):
-    net = trained("resnet18", means=means)
+    net = trained("resnet18", [XconvNorms(means)])
     plain = folded(net, "pets").get_submodule("backbone")
     stored = net.task_state_dict("pets")
+    net.set_task("pets")
     shortcut = ("layer2.0.downsample.0", "layer2.0.downsample.1")
     for conv, norm in (("conv1", "bn1"), shortcut, ("layer3.1.conv2", "layer3.1.bn2")):
         layer = net.backbone.get_submodule(norm)
-        mean = layer.recovered_mean("pets")
+        mean = net.parts["norms"].layers[norm].recovered_mean()
         scale = stored[f"{norm}.weight"] / (stored[f"{norm}.running_var"] + layer.eps).sqrt()
         weight = net.backbone.get_submodule(conv).weight * scale[:, None, None, None]
         torch.testing.assert_close(plain.get_submodule(conv).weight, weight.detach())
@@ -118,14 +119,6 @@ def test_the_task_in_training_folds_as_it_stands(trained, images):
     plain = folded(net, "fish")
     assert norms_of(plain) == []
     assert difference(net, plain, "fish", images()) < 1e-4
-
-
-def test_a_compiled_training_step_does_not_matter(trained, images):
-    net = trained("resnet18")
-    net.compiled = (step for step in ())  # stands for something that cannot be copied
-    with pytest.raises(TypeError, match="generator"):
-        copy.deepcopy(net)
-    assert difference(net, folded(net, "pets"), "pets", images()) < 1e-4
 
 
 def test_other_number_formats_become_float32(trained, images):
@@ -260,14 +253,23 @@ def test_a_norm_that_is_listened_to_stays(trained, images):
 def test_a_pre_activation_network_of_timm_keeps_norms_after_additions(trained, images):
     net = trained("resnetv2_18")
     plain = folded(net, "pets")
-    assert len(norms_of(plain)) == len(net.conversion.fallbacks) == 9
+    assert len(norms_of(plain)) == len(net.parts["norms"].fallbacks) == 9
     assert {type(norm) for norm in norms_of(plain)} == {BatchNormAct2d}
     assert difference(net, plain, "pets", images()) < 1e-4
 
 
-@pytest.mark.parametrize("norm", ["task", "shared", "frozen"])
-def test_networks_without_recovery_fold_by_what_flows(trained, images, norm):
-    net = trained("resnet18", norm=norm)
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda: [Norms()],
+        lambda: [],
+        lambda: [Norms(affine=False, moments="pretrained")],
+        lambda: [Norms(keep_pretrained=True), Deltas(2)],
+    ],
+    ids=["own norms", "shared norms", "pre-trained norms", "norms and deltas"],
+)
+def test_networks_without_recovery_fold_by_what_flows(trained, images, parts):
+    net = trained("resnet18", parts())
     for task in net.tasks:
         plain = folded(net, task)
         assert norms_of(plain) == []
@@ -275,7 +277,7 @@ def test_networks_without_recovery_fold_by_what_flows(trained, images, norm):
 
 
 def test_calibrated_layers_stay_as_they_are(trained, images):
-    net = trained(Chain(), size=8, norm="calibrated")
+    net = trained(Chain(), [Norms(), Calibrations()], size=8)
     plain = folded(net, "pets")
     assert [type(norm) for norm in norms_of(plain)] == [type(net.backbone.bn)] * 2
     assert difference(net, plain, "pets", images(6, 8)) < 1e-5
@@ -288,7 +290,7 @@ def test_a_network_built_for_other_channels_folds(trained, images):
     model = timm.create_model("test_byobnet", in_chans=2)
     net = trained(model, channels=2, example_input=images(2, channels=2))
     plain = folded(net, "pets")
-    assert len(norms_of(plain)) == len(net.conversion.fallbacks)
+    assert len(norms_of(plain)) == len(net.parts["norms"].fallbacks)
     assert difference(net, plain, "pets", images(channels=2)) < 1e-4
 
 

@@ -256,7 +256,7 @@ def test_a_killed_first_learn_leaves_no_bundle(command, options, photos, teach, 
 def no_training(monkeypatch):
     """Fails the test if images are read or training begins."""
     monkeypatch.setattr(learning, "load_folder_task", lambda *_, **__: pytest.fail("images were read"))
-    monkeypatch.setattr(TaskFit, "run", lambda self: pytest.fail("training began"))
+    monkeypatch.setattr(TaskFit, "fit", lambda self: pytest.fail("training began"))
 
 
 def test_a_loss_that_becomes_infinite_leaves_the_bundle_as_it_was(taught, teach, taught_once):
@@ -325,7 +325,7 @@ def test_a_class_folder_whose_name_is_no_text(photos, teach, tmp_path, monkeypat
         (folder / "reds 0").rename(folder / os.fsdecode(b"caf\xe9"))
     except OSError:
         pytest.skip("this file system has only names that are text")
-    monkeypatch.setattr(TaskFit, "run", lambda self: pytest.fail("training began"))
+    monkeypatch.setattr(TaskFit, "fit", lambda self: pytest.fail("training began"))
     with pytest.raises(BundleError, match=r"the class folder 'caf\\udce9' in .*photos is no text; rename it"):
         teach("reds", tmp_path / "model", folder=folder)
 

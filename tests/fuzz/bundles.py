@@ -23,7 +23,7 @@ from confitune.deploy.format import EMPTY, chained
 from confitune.deploy.held_out import decode_kept
 from confitune.experiments import examine
 from confitune.files import checksum_of
-from confitune.methods.probe import Probe
+from confitune.methods import METHODS
 from fuzz.mutations import as_json, changed, damaged, holds_deep
 from fuzz.watch import Watch
 
@@ -108,7 +108,7 @@ def _of(choices: Any, mutated: Any) -> st.SearchStrategy[tuple[Any, Any]]:
 
 
 def _teach(model: Path) -> None:
-    """One task that keeps the pre-trained state, and one that is trained."""
+    """One task that is a head, and one that is trained."""
     chance = np.random.default_rng(0)
     for task in ("reds", "blues"):
         folder = model.parent / task
@@ -119,7 +119,7 @@ def _teach(model: Path) -> None:
                 Image.fromarray(values.astype(np.uint8)).save(folder / f"{task} {label}" / f"{n}.png")
         new = {"model": "test_byobnet", "weights": "none", "size": 32} if task == "reds" else {}
         settings = LearnSettings(epochs=1, batch_size=4, device="cpu", **new)
-        with patch.object(Probe, "may_stay", return_value=task == "reds"):
+        with patch.object(METHODS["best"], "may_stay", return_value=task == "reds"):
             learn(folder, task, model, settings, cache_dir=model.parent / "cache")
 
 

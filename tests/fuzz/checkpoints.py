@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from confitune.engine import CHECKPOINT, Checkpoint, SequenceRun, TrainSettings
-from confitune.engine.checkpoint_data import data_of, values_of
+from confitune.engine.checkpoint import data_of, values_of
 from confitune.files import read_sealed, write_sealed
 from confitune.methods import create_method
-from confitune.nn import ContinualNet
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, TaskSequence
 from fuzz.mutations import DEEP, changed, damaged
 from fuzz.watch import Watch
@@ -80,7 +79,7 @@ def _run(folder: Path, sequence: TaskSequence) -> SequenceRun:
     torch.manual_seed(0)
     method = create_method("ewc+confit", {"ewc": {"strength": 10.0}})
     settings = TrainSettings(epochs=3, batch_size=4, momentum=0.9, device="cpu")
-    net = ContinualNet(_Tiny(), norm=method.norm)
+    net = method.network(_Tiny())
     return SequenceRun(net, sequence, method, settings, folder=folder, config=_CONFIG, checkpoint_seconds=0)
 
 

@@ -22,7 +22,12 @@ BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="a folder t
 
 
 @app.command(name="learn", cls=SettingsCommand)
-@with_settings("epochs", "batch_size", "lr", "seed", "augmentation", "model", "weights", "device", "cache_dir")
+@with_settings(
+    *("epochs", "batch_size", "lr", "seed", "augmentation", "model", "weights", "device", "cache_dir"),
+    epochs="10, or the method's",
+    batch_size="32",
+    lr="0.03 with best, else 0.01",
+)
 def learn_command(
     folder: Annotated[
         Path, typer.Argument(help="one folder of photos for each class; or train/ and test/ with such folders")
@@ -42,10 +47,12 @@ def learn_command(
         str | None,
         Option(help="for a new bundle: best (default, see docs/best.md), confit (the paper's), linear-probe, bn-only"),
     ] = None,
-    set_option: Annotated[
+    changes: Annotated[
         list[str] | None,
         Option(
-            "--set", help="repeatable: any other setting, e.g. optimizer=adamw or best.rank=2 (`confitune options`)"
+            "--set",
+            metavar="NAME=VALUE",
+            help="repeatable: any other setting, e.g. optimizer=adamw or best.rank=2 (`confitune options`)",
         ),
     ] = None,
     **settings: Any,
@@ -72,12 +79,9 @@ def learn_command(
 
     console, cache_dir = Console(), settings.pop("cache_dir", None)
     given = {"size": size, "method": method, "keep": keep, "check": check}
-    values = merge_settings(
-        settings | {key: value for key, value in given.items() if value is not None}, set_option or ()
-    )
-    values["options"] = {key: value for of_part in values.pop("options", {}).values() for key, value in of_part.items()}
+    given = {name: value for name, value in given.items() if value is not None}
     try:
-        checked = LearnSettings.model_validate({k: v for k, v in values.items() if k != "options" or v})
+        checked = LearnSettings.model_validate(merge_settings({**settings, **given}, changes or ()))
     except ValidationError as error:
         wrong = (f"--{problem['loc'][0]} {problem['input']}: {problem['msg']}" for problem in error.errors())
         raise ConfituneError("; ".join(wrong)) from error

@@ -194,7 +194,7 @@ class Bundle:
         shared: Mapping[str, Tensor] | None = None,
         checked: Mapping[str, float] | None = None,
     ) -> None:
-        """Commit a task whose files are stored; `shared` is the backbone where learning it has moved that."""
+        """Commit a task whose files are stored; `shared` is the backbone where learning it may have moved that."""
         self.require_new(task)
         events: list[Event] = [Added(task=task, record=record)]
         if checked:
@@ -234,9 +234,9 @@ class Bundle:
         record = source.record(task)
         if source.lineage != self.lineage or source.network != self.network:
             raise BundleError(
-                f"{task!r} cannot be copied: the backbones of {source.path} and {self.path} are not the same. Every "
-                "task that is learned moves the backbone, so only a bundle that has learned the very same tasks can "
-                "take it; learn the task here instead"
+                f"{task!r} cannot be copied: the backbones of {source.path} and {self.path} are not the same. Where "
+                "learning moves the backbone, only a bundle that has learned the very same tasks can take it; learn "
+                "the task here instead"
             )
         kept = source.held_out(task)
         files = {
@@ -266,13 +266,14 @@ class Bundle:
         return self._files.store(folder, tensors, about)
 
     def _commit(self, events: Sequence[Event], shared: Mapping[str, Tensor] | None = None) -> None:
-        """Make the events true; `shared` is the backbone where it has moved."""
+        """Make the events true; `shared` is the backbone where it may have moved."""
         self._begin()
-        if shared is None:
-            backbone, lineage = self._head.backbone, self._head.lineage
+        head, about = self._state.head, {"format": "confitune backbone 1"}
+        backbone = self._head.backbone if shared is None else self._files.store(BACKBONES, shared, about)
+        if head is not None and backbone == head.backbone:
+            lineage = head.lineage
         else:
-            backbone = self._files.store(BACKBONES, shared, {"format": "confitune backbone 1"})
-            before = self.network.weights_sha256 if self._state.head is None else self.lineage
+            before = self.network.weights_sha256 if head is None else head.lineage
             lineage = hashlib.sha256(f"{before} {backbone.sha256}".encode()).hexdigest()
         commit(self.path, self._state, events, network=self.network, backbone=backbone, lineage=lineage)
 

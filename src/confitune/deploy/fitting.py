@@ -6,7 +6,7 @@ in units of the variance, averaged over channels; its logarithm is compared with
 when it was learned, the deviations are averaged over layers, and the average is compared with that of images of the
 task which it was not trained on. That takes one forward pass for each task, and two numbers a layer to remember.
 
-Tasks that own no norms share those of pre-training, which would tell none of them apart. Each remembers how far the
+Tasks that own no moments share those of the backbone, which would tell none of them apart. Each remembers how far the
 means of its own training images are from those, and distances are measured to there. A network without batch norm has
 no such statistics: there a guess rests on how sure the heads are.
 """
@@ -40,8 +40,8 @@ class Fit:
         std: likewise.
         usual: what the deviations of new images are on average.
         spread: how much that varies from image to image.
-        reference: of a task that owns no norms: how far the channel means of its training images are from those of
-            pre-training, one layer after the other.
+        reference: of a task that owns no moments: how far the channel means of its training images are from those of
+            the backbone, one layer after the other.
     """
 
     mean: Tensor
@@ -69,10 +69,9 @@ class Fit:
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor], channels: Sequence[int]) -> Fit | None:
         """A copy of named tensors, which may be those of a file; None where they are not those of layers with so many
-        channels each, or where a task that owns no norms has no reference.
+        channels each.
         """
-        owns_norms = any(key.endswith(".running_var") for key in state)
-        layers, keys = len(channels), (*_KEYS, *(() if owns_norms else (_REFERENCE,)))
+        layers, keys = len(channels), (*_KEYS, *((_REFERENCE,) if _REFERENCE in state else ()))
         expected = [(layers,), (layers,), (), (), (sum(channels),)][: len(keys)]
         shapes = [tuple(state[key].shape) if key in state else None for key in keys]
         return cls(*(state[key].float().clone() for key in keys)) if shapes == expected else None
@@ -113,7 +112,7 @@ def measure_fit(net: ContinualNet, task: Task, settings: TrainSettings) -> Fit |
 
     net.eval()
     reference = None
-    if not net.storage()[task.name].parts.get("norms"):
+    if not any(key.endswith(".running_var") for key in net.task_state_dict(task.name)):
         off = [torch.cat([means for _, means in _differences(net, x, task.name)[1]], 1) for x in some(task.train)]
         reference = torch.cat(off).mean(0).cpu()
     fit = Fit.of(distances(task.train), distances(task.test), reference)
@@ -122,8 +121,8 @@ def measure_fit(net: ContinualNet, task: Task, settings: TrainSettings) -> Fit |
 
 
 def layers_of(net: ContinualNet) -> list[_BatchNorm]:
-    """The batch norms that are looked at."""
-    return [module for module in net.backbone.modules() if isinstance(module, _BatchNorm)]
+    """The batch norms that are looked at: those that keep moments."""
+    return [m for m in net.backbone.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
 
 def _differences(net: ContinualNet, x: Tensor, task: str) -> tuple[Tensor, list[tuple[_BatchNorm, Tensor]]]:

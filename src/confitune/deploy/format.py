@@ -36,6 +36,7 @@ NAME_LENGTH = 100
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, Field(min_length=1, max_length=NAME_LENGTH)]
+MethodOptions = dict[str, float | int | bool | str]
 
 
 class BundleError(ConfituneError):
@@ -120,8 +121,8 @@ class Network(_Record):
     weights: str = Field(description="what it was pre-trained with")
     weights_sha256: Sha256
     statistics: Literal["running", "pass"] = Field("running", description="how means are measured")
-    method: str = Field("confit", pattern=r"^[a-z][a-z-]*$", description="that its tasks are learned with")
-    options: dict[str, float | int | bool | str] = Field(default_factory=dict, description="of the method")
+    method: str = Field("confit", pattern=r"^[\w-]+$", description="that its tasks are learned with, never a file")
+    options: MethodOptions = Field(default_factory=dict, description="of the method")
 
     def learner(self) -> Method:
         """What its tasks are learned with."""

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import Field
 
 from confitune.deploy.bundle import Bundle
 from confitune.deploy.fitting import measure_fit
-from confitune.deploy.format import BundleError, Network, TaskRecord, check_name
+from confitune.deploy.folding import example_images
+from confitune.deploy.format import BundleError, MethodOptions, Network, TaskRecord, check_name
 from confitune.deploy.held_out import Change, accuracy_on, check_earlier, keep_some, some_of
 from confitune.deploy.loading import new_network
 from confitune.engine import Executor, Listener, TaskFit, evaluate, place_task
-from confitune.methods import Method
+from confitune.methods import METHODS, Method
 from confitune.nn import ContinualNet, create_backbone
 from confitune.settings import NetworkSettings, TrainSettings
 from confitune.tasks import CROP, Progress, load_folder_task
@@ -29,7 +29,9 @@ class LearnSettings(NetworkSettings, TrainSettings):
 
     size: int = Field(CROP, ge=32, le=CROP, description="of a new bundle: pixels of the network's input")
     method: str = Field("best", description="of a new bundle: any method that needs nothing of earlier tasks")
-    options: dict[str, Any] = Field(default_factory=dict, description="of the method")
+    options: dict[str, MethodOptions] = Field(
+        default_factory=dict, description="of a new bundle's method, by its name: {'best': {'rank': 2}}"
+    )
     keep: int = Field(64, ge=0, description="held-out images to keep with the bundle; 0: none")
     check: int = Field(20, ge=0, description="earlier tasks to test again, at random where there are more; 0: none")
 
@@ -124,8 +126,7 @@ def learn(
         checked = {change.task: change.after for change in changes}
         if kept is not None:
             checked[task] = accuracy_on(net, task, kept, images.preprocess)
-        moved = any("weights" in s.trains for s in method.stages(training.epochs, len(opened.tasks)))
-        opened.add_task(task, record, net.shared_state_dict() if moved or not opened.tasks else None, checked)
+        opened.add_task(task, record, net.shared_state_dict(), checked)
     return LearnReport(
         task=task,
         classes=images.classes,
@@ -150,13 +151,17 @@ def _check_classes(classes: Sequence[str], folder: Path) -> None:
 
 
 def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualNet]:
+    _require_usable(settings.method)
+    _require_of(settings.method, settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # of a random start, weights 'none'
         backbone = create_backbone(settings.model, settings.weights)
+    if example_images(backbone.module.eval(), (settings.size, settings.size)) is None:
+        raise BundleError(f"{settings.model} takes no images of {settings.size} pixels: choose another --size or model")
     network = Network(
         model=backbone.name,
         method=settings.method,
-        options=settings.options,
+        options=settings.options.get(settings.method, {}),
         means=settings.means,
         statistics=settings.statistics,
         mean=backbone.mean,  # type: ignore[arg-type]
@@ -165,17 +170,33 @@ def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualN
         weights=backbone.weights,
         weights_sha256=backbone.weights_sha256,
     )
-    learner = network.learner()
-    if learner.separate or learner.joint or any((*hook.kept, *hook.running) for hook in learner.hooks):
-        raise BundleError(f"{settings.method} needs more of earlier tasks than a bundle keeps; choose another method")
     return Bundle(path, network), new_network(network, backbone.module)
 
 
+def _require_usable(method: str) -> None:
+    """Refuse a method that a bundle cannot name, or that needs more of earlier tasks than a bundle keeps."""
+    usable = [name for name, kind in METHODS.items() if not (kind.separate or kind.joint or kind.kept or kind.running)]
+    if method not in usable:
+        why = "needs more of earlier tasks than a bundle keeps" if method in METHODS else "is no method for a bundle"
+        raise BundleError(f"{method!r} {why}; choose one of {', '.join(usable)}")
+
+
+def _require_of(method: str, settings: LearnSettings) -> None:
+    for other in settings.options.keys() - {method}:
+        raise BundleError(f"options of {other} say nothing to a bundle that learns with {method}")
+
+
 def _require_same_network(bundle: Bundle, settings: LearnSettings) -> None:
-    for option in sorted(settings.model_fields_set & {"model", "means", "statistics", "size", "method", "options"}):
-        value, there = getattr(settings, option), getattr(bundle.network, option)
+    network = bundle.network
+    for option in sorted(settings.model_fields_set & {"model", "means", "statistics", "size", "method"}):
+        value, there = getattr(settings, option), getattr(network, option)
         if value != there:
             raise BundleError(f"{bundle.path} has {option} {there!r}, which cannot be changed to {value!r}")
+    _require_of(network.method, settings)
+    given = {**network.options, **settings.options.get(network.method, {})}
+    there = network.learner().options
+    if network.model_copy(update={"options": given}).learner().options != there:
+        raise BundleError(f"{bundle.path} learns with {network.method} ({there}), which cannot be changed")
     if settings.weights is not None:
         raise BundleError(f"{bundle.path} has its weights already; leave --weights out")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from confitune.deploy.format import BundleError, Network
-from confitune.nn import ContinualNet, build_model, without_memory
+from confitune.nn import ContinualNet, build_model, headless, without_memory
 
 _INSIDE = 2  # times the image's size: what a layer may read, some networks pad their images
 
@@ -23,13 +23,20 @@ def new_network(network: Network, backbone: nn.Module) -> ContinualNet:
 
 def load_network(network: Network, shared: Mapping[str, Tensor], size: int) -> ContinualNet:
     """The network with what all tasks share, from a file of `size` bytes; it is not built if those cannot hold it."""
-    convs = (weight for weight in without_memory(network.model).parameters() if weight.dim() == 4)
-    needed = sum(weight.numel() * weight.element_size() for weight in convs)
+    needed = _least_bytes(network.model)
     if needed > size:
-        raise BundleError(f"{size} bytes cannot be the weights of {network.model}: its convolutions take {needed}")
+        raise BundleError(f"{size} bytes cannot be the weights of {network.model}: they take {needed}")
     net = new_network(network, build_model(network.model))
     net.load_shared_state_dict(shared)
     return net
+
+
+def _least_bytes(model: str) -> int:
+    """What the weights of a network take that no task can own: all but scales and shifts of norms."""
+    empty = without_memory(model)
+    with next(empty.parameters()).device:  # a torchvision network is traced
+        weights = [weight for weight in headless(empty).parameters() if weight.dim() > 1]
+    return sum(weight.nbytes for weight in weights)
 
 
 def load_task(net: ContinualNet, task: str, state: Mapping[str, Tensor], classes: Sequence[str], size: int) -> None:
