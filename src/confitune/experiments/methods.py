@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from confitune.analysis import kept_once
 from confitune.errors import ConfituneError
 from confitune.experiments.paper import Searched, searched
 from confitune.methods import METHODS, Method, create_method, method_classes
@@ -54,9 +55,9 @@ def defaults_of(method: Method) -> dict[str, dict[str, Any]]:
 def option_defaults(name: str) -> Mapping[str, Mapping[str, Any]]:
     """The same of a method by its name; none for a method that is not here any more.
 
-    Results of other people name methods, too: a file that a name refers to is not executed for them.
+    Results of other people name methods, too: a file or module that a name refers to is not executed for them.
     """
-    if ".py" in name:
+    if ":" in name:
         return {}
     try:
         return defaults_of(create_method(name))
@@ -117,7 +118,7 @@ def report_method(name: str) -> MethodReport:
     for hook in method.hooks:
         hook.attach(net, 0)
     shared = sum(parameter.numel() for parameter in net.shared_parameters().values())
-    once = sum(hook.storage() for hook in method.hooks)
+    once = kept_once(net, method)
     own = sum(parameter.numel() for parameter in net.backbone.parameters()) if method.separate else 0
     kinds = [kind for kind in METHODS.values() if kind in method_classes(name)] or method_classes(name)
     return MethodReport(
@@ -175,7 +176,7 @@ def methods_table(reports: Sequence[MethodReport]) -> Table:
     )
     table.add_column("method", no_wrap=True)
     table.add_column("what it does", ratio=3)
-    table.add_column("tasks share", max_width=12)
+    table.add_column("tasks share", max_width=13)
     table.add_column("a task", justify="right")
     table.add_column("once", justify="right")
     table.add_column("in addition", ratio=3)
@@ -234,6 +235,5 @@ def _examples(name: str) -> tuple[str, ...]:
 
 
 def _once(report: MethodReport) -> str:
-    if not report.numbers_once:
-        return "0"
-    return f"{report.numbers_once:,}\n{report.once_per_weight} per shared weight"
+    per_weight = f"\n{report.once_per_weight} per shared weight" if report.once_per_weight else ""
+    return f"{report.numbers_once:,}{per_weight}"
