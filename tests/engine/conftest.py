@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from confitune.engine import SequenceRun, TrainSettings
-from confitune.methods import METHODS, Penalty
-from confitune.nn import ContinualNet
+from confitune.engine import Executor, SequenceRun, TaskFit, TrainSettings, place
+from confitune.methods import Method, create_method
 from confitune.tasks import Images, Preprocess, Task, TaskSequence
 
 PREPROCESS = Preprocess((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
@@ -18,11 +17,19 @@ def _block(inputs, outputs, stride, bias=False):
     return conv, nn.BatchNorm2d(outputs), nn.ReLU()
 
 
-def _net(norm="xconv", *, dropout=0.0, **options):
-    """Always of the same "pre-trained" weights; `options` are ContinualNet's."""
+def _method(name, *hooks, options=None, **xconv):
+    """By name, with hooks that take part in its steps; `xconv` are options of ConFiT and of its second half."""
+    if isinstance(name, str):
+        name = create_method(name, {**(options or {}), "confit": xconv, "finetune-xconv": xconv})
+    name.added += hooks
+    return name
+
+
+def _backbone(dropout=0.0):
+    """Always of the same "pre-trained" weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        backbone = nn.Sequential(
+        return nn.Sequential(
             *_block(3, 8, stride=2),
             *_block(8, 12, stride=1),
             *_block(12, 16, stride=2, bias=True),
@@ -30,7 +37,10 @@ def _net(norm="xconv", *, dropout=0.0, **options):
             nn.Flatten(),
             nn.Dropout(dropout),
         )
-    return ContinualNet(backbone, norm=norm, **options)
+
+
+def _net(method="confit", *, dropout=0.0, **xconv):
+    return _method(method, **xconv).network(_backbone(dropout))
 
 
 def _task(name, train=(24, 16, 8), test=None, *, base=60, step=40, seed=0):
@@ -79,30 +89,49 @@ def make_run(sequence):
     """A run of a method by name (or of a Method) on the tiny tasks, 3 epochs of batches of 8."""
 
     def make(method="confit", *, listeners=(), folder=None, net=None, tasks=sequence, config=None, **options):
-        method = METHODS[method] if isinstance(method, str) else method
-        of_net = {key: options.pop(key) for key in ("means", "statistics", "dropout") if key in options}
+        of_method = {key: options.pop(key) for key in ("means", "statistics") if key in options}
+        dropout = options.pop("dropout", 0.0)
         of_run = {"checkpoint_seconds": 0} | {
             key: options.pop(key) for key in ("checkpoint_epochs", "checkpoint_seconds", "weights") if key in options
         }
         settings = TrainSettings(**{"epochs": 3, "batch_size": 8, "lr": 0.05, "device": "cpu", **options})
-        net = net or _net(method.norm, **{**method.network, **of_net})
+        method = _method(method, **of_method)
+        net = net or method.network(_backbone(dropout))
+        tasks = place(tasks, settings.torch_device(), settings.pixels)
         return SequenceRun(net, tasks, method, settings, folder=folder, listeners=listeners, config=config, **of_run)
 
     return make
 
 
-class Batches(Penalty):
-    """Keeps every training batch: inputs from the backbone's hook, labels from the loss."""
+def _fit(net, task, method="confit", settings=None, listener=None, index=-1, kind=TaskFit):
+    """A task that is about to be trained."""
+    settings = settings or TrainSettings(device="cpu")
+    return kind(Executor(net, settings, listener), task, _method(method), index)
 
-    def __init__(self, net):
+
+class Batches(Method):
+    """Keeps every training batch."""
+
+    def __init__(self):
+        super().__init__()
         self.inputs, self.labels = [], []
-        net.backbone.register_forward_pre_hook(lambda module, args: self.inputs.append(args[0].clone()))
 
-    def output_loss(self, logits, labels):
-        self.labels.append(labels.clone())
+    def loss(self, step):
+        self.inputs.append(step.inputs.clone())
+        self.labels.append(step.labels.clone())
+
+
+@pytest.fixture
+def make_method():
+    return _method
+
+
+@pytest.fixture
+def make_fit():
+    return _fit
 
 
 @pytest.fixture
 def batch_recorder():
-    """Makes a penalty that changes nothing and keeps what a network is trained on."""
+    """Makes a hook that changes nothing and keeps what a network is trained on."""
     return Batches

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from confitune.engine import Executor, Listener, TaskFit, TrainSettings, fit, library_switches
+from confitune.engine import Executor, Listener, TrainSettings, fit, library_switches
 from confitune.engine.capture import _compiled as compile_backbone
 from confitune.engine.capture import _Drawing
 from confitune.errors import ConfituneError
-from confitune.methods import METHODS, Penalty
+from confitune.methods import METHODS, Method, create_method
 from confitune.tasks import TaskSequence
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # the latter is only named here, never used
@@ -26,7 +26,7 @@ def test_a_graph_needs_a_gpu_and_the_message_says_what_to_do(make_net, make_task
     message = r"step='graph' captures CUDA graphs and needs a GPU; leave it at 'auto'"
     with pytest.raises(ConfituneError, match=message):
         settings.step_mode(CPU)
-    net = make_net("xconv")
+    net = make_net("confit")
     with pytest.raises(ConfituneError, match=message):
         fit(net, make_task("dark"), settings=settings)
     assert not net.tasks
@@ -64,15 +64,24 @@ def test_the_result_says_how_it_was_computed(make_run, sequence):
     assert result.execution == "fp32, eager, deterministic"
 
 
-def test_a_penalty_is_captured_for_each_task_unless_it_says_otherwise(make_net, make_task):
-    penalty = Penalty()
-    assert [penalty.captured_kind(index) for index in range(3)] == [0, 1, 2]
+def test_what_takes_part_in_steps_is_captured_for_each_task_unless_it_says_otherwise():
+    def nothing(self, *args):
+        return None
 
-    class Constant(Penalty):
-        def captured_kind(self, index):
-            return "same"
+    for hook in ("loss", "read_gradients", "add_gradients", "after_step"):
+        own = type("Own", (Method,), {hook: nothing})
+        assert [own().captured_kind(index) for index in range(3)] == [0, 1, 2]
+    for hook in ("begin_task", "begin_epoch", "end_task"):
+        own = type("Own", (Method,), {hook: nothing})
+        assert {own().captured_kind(index) for index in range(3)} == {None}
 
-    assert len({Constant().captured_kind(index) for index in range(3)}) == 1
+
+@pytest.mark.parametrize("name", METHODS)
+def test_steps_of_all_later_tasks_are_captured_as_one(name):
+    kinds = [create_method(name).captured_kind(index) for index in range(4)]
+    assert len(set(kinds[1:])) == 1
+    pulls = name in ("ewc", "si", "rwalk", "mas", "afec")
+    assert (kinds[0] != kinds[1]) == pulls  # in a first task there is nothing to be pulled to
 
 
 # ---- torch's switches ------------------------------------------------------------------------------------------------
@@ -153,7 +162,7 @@ def test_training_is_deterministic_within_and_not_after(make_net, make_task):
 
     found = switches()
     settings = TrainSettings(epochs=1, batch_size=24, device="cpu", deterministic=True)
-    fit(make_net("xconv"), make_task("dark"), settings=settings, listener=Look())
+    fit(make_net("confit"), make_task("dark"), settings=settings, listener=Look())
     assert len(inside) == 2
     assert all(seen["deterministic"] and seen["cudnn.deterministic"] for seen in inside)
     assert switches() == found
@@ -180,16 +189,18 @@ def test_compiled_steps_equal_direct_ones_and_train_what_the_stage_says(make_net
     for statistics in ("running", "pass"):
         nets = {}
         for step in ("eager", "compile"):
-            net = nets[step] = make_net("xconv", statistics=statistics)
+            net = nets[step] = make_net("confit", statistics=statistics)
             start = tuple(layer.weight.detach().clone() for layer in net.backbone[:2])
             watch = Convolutions(net)
-            run = make_run(net=net, tasks=tasks, epochs=10, batch_size=24, step=step, listeners=(watch,))
+            run = make_run(
+                net=net, tasks=tasks, epochs=10, batch_size=24, step=step, listeners=(watch,), statistics=statistics
+            )
             run.run()
             # Three stages; the pass is a step of its own kind.
             compiled = {"eager": 0, "compile": 4 if statistics == "pass" else 3}[step]
             assert len(run._executor._compiled) == compiled
-            assert net.compiled is None
-            assert watch.stages == (["head"] * 2 + ["head+norm"] * 3 + ["all"] * 5) * 2
+            assert run._executor._backbone is None
+            assert watch.stages == (["head"] * 2 + ["head+norms"] * 3 + ["all"] * 5) * 2
             earlier = start
             for stage, (conv, norm) in zip(watch.stages, watch.after, strict=True):
                 assert torch.equal(conv, earlier[0]) == (stage != "all"), (step, stage)
@@ -203,7 +214,8 @@ def test_compiled_steps_equal_direct_ones_and_train_what_the_stage_says(make_net
             for key, value in expected.items():
                 torch.testing.assert_close(found[key], value, rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
             batches = 20 if statistics == "running" else 2
-            assert compiled.tasks[name].batches == eager.tasks[name].batches == (batches,) * 3
+            assert compiled.tasks[name].facts == eager.tasks[name].facts
+            assert [fact[2] for fact in eager.tasks[name].facts.values()] == [batches] * 3
         for key, value in eager.backbone.state_dict().items():
             torch.testing.assert_close(compiled.backbone.state_dict()[key], value, rtol=0, atol=1e-5)
 
@@ -231,7 +243,7 @@ def test_each_kind_of_step_is_compiled_for_itself(make_run, sequence, monkeypatc
 
 def test_what_is_compiled_is_the_backbone_under_a_code_of_its_own(make_net, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    net, x = make_net("xconv").eval(), torch.rand(2, 3, 16, 16)
+    net, x = make_net("confit").eval(), torch.rand(2, 3, 16, 16)
     first, second = compile_backbone(net), compile_backbone(net)
     assert first.__code__ is not second.__code__
     with torch.no_grad():
@@ -334,9 +346,9 @@ def capturing(net, listener=None):
 
 
 def test_the_third_step_of_a_kind_is_captured_and_replayed_from_then_on(make_net, graphs):
-    net = make_net("xconv")
-    told, replayed = [], net.replayed
-    net.replayed = lambda remembered: (told.append(remembered), replayed(remembered))
+    net = make_net("confit")
+    told, replayed = [], net.observer.replayed
+    net.observer.replayed = lambda seen: (told.append(seen), replayed(seen))
     executor, calls = capturing(net), []
 
     def double(x, nothing):
@@ -365,7 +377,7 @@ def test_the_third_step_of_a_kind_is_captured_and_replayed_from_then_on(make_net
 
 def test_a_network_that_cannot_be_captured_is_noted_once_and_run_directly(make_net, graphs):
     notes, calls = Notes(), []
-    executor = capturing(make_net("xconv"), notes)
+    executor = capturing(make_net("confit"), notes)
 
     def waits(x):
         calls.append(Graph.capturing)
@@ -388,36 +400,35 @@ def test_a_capture_that_fails_is_no_batch(make_net, graphs):
                 raise RuntimeError("operation not permitted when stream is capturing")
             return x
 
-    net = make_net("xconv")
+    net = make_net("confit")
     net.backbone.append(Waits())
     net.add_task("a", 2)
     net.train()
     executor = capturing(net)
     for _ in range(5):
         executor("step", net, torch.rand(4, 3, 16, 16))
-    assert [statistics.batches for statistics in net._memory.statistics.values()] == [5, 5, 5]
+    assert [inputs.batches for inputs in net.parts["norms"].input_means] == [5, 5, 5]
 
 
 def test_the_learning_rate_reaches_steps_to_come(make_net):
-    executor = Executor(make_net("xconv"), TrainSettings(device="cpu", lr=0.25))
-    assert executor.lr == 0.25
+    executor = Executor(make_net("confit"), TrainSettings(device="cpu", lr=0.25))
+    assert (executor.lr_of(1.0), executor.lr_of(0.5)) == (0.25, 0.125)
     executor.set_lr(0.125)
-    assert executor.lr == 0.125
-    executor.lr = rate = torch.tensor(0.25)  # as on a GPU: captured steps read this tensor
+    assert (executor.lr_of(1.0), executor.lr_of(0.5)) == (0.125, 0.0625)
+    executor._lrs = rates = {factor: torch.tensor(0.0) for factor in (1.0, 0.5)}  # a GPU's: captured steps read them
     executor.set_lr(0.5)
-    assert executor.lr is rate
-    assert rate.item() == 0.5
+    assert [rate.item() for rate in rates.values()] == [0.5, 0.25]
 
 
-def test_methods_say_no_more_than_what_tensors_hold_in_their_kind(make_net, make_task):
+def test_methods_say_no_more_than_what_tensors_hold_in_their_kind(make_fit, make_net, make_task):
     """One kind for tasks of one shape; another for another stage, another tracking, another head."""
 
     def fitting(task, index, **options):
-        net = make_net("xconv")
+        net = make_net("confit")
         settings = TrainSettings(epochs=5, batch_size=8, device="cpu", **options)
-        return TaskFit(net, task, METHODS["confit"], settings, Listener(), index)
+        return make_fit(net, task, "confit", settings, index=index)
 
-    everything, head = frozenset({"head", "norm", "conv"}), frozenset({"head"})
+    everything, head = frozenset({"head", "norms", "weights"}), frozenset({"head"})
     first, third = (fitting(make_task(name), index).step for index, name in enumerate(("dark", "minus")))
     assert first.kind(everything, True, 0) == third.kind(everything, True, 1)
     assert len({hash(first.kind(everything, True, 0)), hash(third.kind(everything, True, 1))}) == 1

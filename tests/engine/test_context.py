@@ -1,11 +1,11 @@
-"""What parts of a method are given of a task: which images, what is measured on them, their features."""
+"""What a method is given of a task: which images, in which order, their features."""
+
+from itertools import chain
 
 import pytest
 import torch
 
-from confitune.engine import Listener, TaskFit, TrainSettings
-from confitune.engine.context import context_of
-from confitune.methods import METHODS
+from confitune.engine import Listener, TrainSettings
 
 
 class Notes(Listener):
@@ -17,30 +17,78 @@ class Notes(Listener):
 
 
 @pytest.fixture
-def begun(make_net, make_task):
+def begun(make_fit, make_net, make_task):
     """A task of 46 images that is about to be trained."""
 
-    def begun(seed=0, batch_size=8, index=-1, listener=None, dropout=0.3, **settings):
-        net = make_net("xconv", keep_pretrained=True, dropout=dropout)
+    def begun(seed=0, batch_size=8, index=-1, listener=None, **settings):
         settings = TrainSettings(batch_size=batch_size, seed=seed, device="cpu", **settings)
-        return TaskFit(net, make_task("dark", (22, 16, 8)), METHODS["confit"], settings, listener or Listener(), index)
+        net, task = make_net("confit", dropout=0.3), make_task("dark", (22, 16, 8))
+        return make_fit(net, task, "confit", settings, listener, index)
 
     return begun
 
 
-def inputs(fit, order):
-    return fit.task.inputs(fit.task.train.pixels[fit.task.train.rows[order]])
+def stored(context, order):
+    return context.task.inputs(context.task.train.pixels[context.task.train.rows[order]])
 
 
 def test_what_is_known_of_the_task(begun):
-    context = context_of(begun(epochs=7))
-    assert (context.images, context.classes, context.epochs, context.index) == (46, 3, 7, 0)
+    context = begun(epochs=7)
+    assert (context.images, context.index, context.net.current_task) == (46, 0, "dark")
     assert context.labels.tolist() == [0] * 22 + [1] * 16 + [2] * 8
+
+
+# ---- all images, in batches ------------------------------------------------------------------------------------------
+
+
+def order_of(context, size=20):
+    """The positions of the images that batches hold, in their order; every image is different."""
+    everything = stored(context, torch.arange(46))
+    places = {image.numpy().tobytes(): place for place, image in enumerate(everything)}
+    found = []
+    for x, labels in context.batches(size):
+        here = [places[image.numpy().tobytes()] for image in x]
+        assert context.labels[here].tolist() == labels.tolist()
+        found.append(here)
+    return found
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(20, [20, 20, 6]), (46, [46]), (100, [46]), (9, [9] * 5 + [1])])
+def test_batches_hold_every_image_once_the_rest_included(begun, size, sizes):
+    order = order_of(begun(), size)
+    assert [len(batch) for batch in order] == sizes
+    assert sorted(chain(*order)) == list(range(46))
+
+
+def test_batches_are_not_sorted_by_class_though_images_are(begun):
+    """The gradient of a batch of one class alone is larger than that of a mixed one."""
+    context = begun()
+    assert context.labels.tolist() == sorted(context.labels.tolist())
+    first, second, last = (labels.tolist() for _, labels in context.batches(20))
+    assert len(set(first)) == len(set(second)) == 3
+    assert [*first, *second, *last] != sorted(context.labels.tolist())
+
+
+def test_the_order_of_batches_is_the_same_each_time_for_a_seed_and_a_task(begun):
+    context = begun()
+    first = order_of(context)
+    torch.manual_seed(99)
+    random = torch.get_rng_state()
+    assert order_of(context) == first
+    assert torch.equal(torch.get_rng_state(), random)
+    assert order_of(begun()) == first
+    assert list(chain(*order_of(begun(), 7))) == list(chain(*first))
+    assert order_of(begun(batch_size=16)) == first
+    assert order_of(begun(seed=1)) != first
+    assert order_of(begun(index=1)) != first
+
+
+# ---- some ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("at_most", "found"), [(1000, 40), (46, 40), (40, 40), (39, 32), (20, 16), (8, 8), (3, 8)])
 def test_a_sample_is_whole_batches_of_different_images(begun, at_most, found):
-    context = context_of(begun())
+    context = begun()
     random = torch.get_rng_state()
     order = context.sample(at_most)
     assert len(order) == len(set(order.tolist())) == found
@@ -49,48 +97,42 @@ def test_a_sample_is_whole_batches_of_different_images(begun, at_most, found):
 
 
 def test_a_sample_is_drawn_from_the_seed_and_the_task(begun):
-    first = context_of(begun()).sample(24)
+    first = begun().sample(24)
     torch.manual_seed(99)
-    assert torch.equal(context_of(begun()).sample(24), first)
-    assert torch.equal(context_of(begun()).sample(16), first[:16])
-    assert not torch.equal(context_of(begun(seed=1)).sample(24), first)
-    assert not torch.equal(context_of(begun(index=1)).sample(24), first)
+    assert torch.equal(begun().sample(24), first)
+    assert torch.equal(begun().sample(16), first[:16])
+    assert not torch.equal(begun(seed=1).sample(24), first)
+    assert not torch.equal(begun(index=1).sample(24), first)
     assert first.tolist() != sorted(first.tolist())
 
 
 def test_a_sample_of_a_task_smaller_than_a_batch_is_all_of_it(begun):
-    assert sorted(context_of(begun(batch_size=64)).sample(10).tolist()) == list(range(46))
+    assert sorted(begun(batch_size=64).sample(10).tolist()) == list(range(46))
 
 
-@pytest.mark.parametrize("eval_batch_size", [1, 45, 256])
-def test_features_are_those_of_the_images_asked_for(begun, eval_batch_size):
-    fit = begun(eval_batch_size=eval_batch_size)
+@pytest.mark.parametrize("at_once", [1, 17, 256])
+def test_features_are_those_of_the_images_asked_for(begun, monkeypatch, at_once):
+    monkeypatch.setattr("confitune.engine.training._AT_ONCE", at_once)
+    context = begun()
     order = torch.randperm(46, generator=torch.Generator().manual_seed(3))[:45]
-    fit.net.eval()
-    found = context_of(fit).features(order)
-    assert (found.shape, found.dtype) == ((45, 16), torch.float32)
-    assert not found.requires_grad
+    context.net.eval()
     with torch.no_grad():
-        torch.testing.assert_close(found, fit.net.backbone(inputs(fit, order)), rtol=1e-5, atol=1e-6)
+        found = context.features(order)
+        assert (found.shape, found.dtype) == ((45, 16), torch.float32)
+        torch.testing.assert_close(found, context.net.backbone(stored(context, order)), rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_measured_on_the_way_does_not_depend_on_how_many_are_evaluated_at_once(begun):
-    states = []
-    for eval_batch_size in (7, 39, 256):
-        fit = begun(eval_batch_size=eval_batch_size)
-        context = context_of(fit)
-        order = context.sample(40)
-        with fit.net.at_pretrained(40):
-            context.features(order)
-        states.append(fit.net.pretrained.state())
-    for key, value in states[0].items():
-        assert all(torch.equal(other[key], value) for other in states[1:]), key
-    # The average over images: the first convolution reads them, at stride 2 and padding 1.
-    mean = inputs(fit, order)[:, :, ::2, ::2].mean((0, 2, 3))
-    torch.testing.assert_close(states[0]["0.input_means"][:, 1, 1], mean, rtol=1e-5, atol=1e-6)
+def test_features_are_taken_in_parts_of_nearly_one_size(begun, monkeypatch):
+    """Of batch moments every part has its own: a last part of one image would have none."""
+    monkeypatch.setattr("confitune.engine.training._AT_ONCE", 15)
+    context, sizes = begun(), []
+    context.net.backbone.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    with context.net.at_batch_moments():
+        context.features(torch.arange(46))
+    assert sizes == [12, 12, 11, 11]
 
 
 def test_a_note_names_the_task(begun):
     notes = Notes()
-    context_of(begun(listener=notes)).note("so it is")
+    begun(listener=notes).note("so it is")
     assert notes.notes == ["task 'dark': so it is"]

@@ -6,6 +6,8 @@ Bits are compared in float32 (or bfloat16) with deterministic algorithms; everyt
 import dataclasses
 import os
 import re
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 from confitune.engine import Listener, TrainSettings, Turns, evaluate, fit, library_switches, place
 from confitune.engine.feed import batches
 from confitune.errors import ConfituneError
-from confitune.methods import METHODS, Penalty, create_method, shared_parameters
+from confitune.methods import Method, create_method
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, Images, Preprocess, TaskSequence
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -87,8 +89,8 @@ def assert_same_bits(first, second):
     assert differing == {}
     assert all(tensor.isfinite().all() for tensor in found.values())
     for name, entry in other.net.tasks.items():
-        assert run.net.tasks[name].batches == entry.batches
-        assert run.net.tasks[name].sizes == entry.sizes
+        assert run.net.tasks[name].facts == entry.facts
+        assert run.net.tasks[name].owns == entry.owns
         assert run.net.tasks[name].image_size == entry.image_size
     assert result.accuracy_matrix == expected.accuracy_matrix
     assert result.final_sha256 == expected.final_sha256
@@ -145,7 +147,7 @@ WEAK = {"ewc": {"strength": 1.0}, "si": {"strength": 1.0}, "rwalk": {"strength":
 
 @pytest.mark.parametrize("name", ["ewc", "si", "rwalk", "mas", "mas-cpr", "mas-afec", "confit+ewc", "ccll"])
 def test_captured_steps_and_passes_of_a_comparison_method_give_the_same_bits(ran, name):
-    """Pulls, paths and importance passes run inside the graphs; each run has penalties of its own."""
+    """Pulls, paths and importance passes run inside the graphs; each run has a method of its own."""
     eager, graph = (ran(method=create_method(name, WEAK), step=step) for step in ("eager", "graph"))
     assert_same_importance(graph, eager)
 
@@ -163,10 +165,42 @@ def test_passes_with_batch_moments_give_the_same_bits(ran, name):
 
 def assert_same_importance(graph, eager):
     assert_same_bits(graph, eager)
-    for found, wanted in zip(graph[0].method.penalties, eager[0].method.penalties, strict=True):
-        for field in getattr(found, "kept", ()):
+    for found, wanted in zip(graph[0].method.hooks, eager[0].method.hooks, strict=True):
+        for field in found.kept:
             for key, tensor in getattr(wanted, field).items():
                 assert torch.equal(getattr(found, field)[key], tensor), (field, key)
+
+
+def test_a_task_that_settles_does_so_captured_or_not(ran):
+    """Of three one does, the others are trained."""
+    some = {"best": {"worse": 0, "most": 0.3}}
+    eager, graph = (ran(method=create_method("best", some), step=step) for step in ("eager", "graph"))
+    assert captured(graph[0]) > 0
+    assert sorted(len(entry.owns) for entry in graph[0].net.tasks.values()) == [1, 3, 3]
+    assert_same_bits(graph, eager)
+    assert graph[1].fgt == 0
+
+
+def test_a_method_that_keeps_a_network_of_its_own_gives_the_same_bits(ran):
+    """Whose answers are a part of the captured step; in half precision, too."""
+    lwf = f"{Path(__file__).parents[2] / 'examples' / 'lwf.py'}:LwF"
+    for precision in ("fp32", "bf16"):
+        eager, graph = (ran(method=create_method(lwf), step=step, precision=precision) for step in ("eager", "graph"))
+        assert captured(graph[0]) == 3  # each task for itself
+        assert_same_bits(graph, eager)
+
+
+@pytest.mark.parametrize("options", [{"lr_schedule": "cosine"}, {"momentum": 0.9, "lr": 0.01}, CASES["adam"]])
+def test_learning_rates_of_groups_are_those_of_the_epoch_in_captured_steps(ran, options):
+    class Slow(Method):
+        lr_factors: ClassVar = {"weights": 0.1}
+
+    options = {key: value for key, value in options.items() if key != "method"}
+    eager, graph = (ran(method=Slow(), step=step, **options) for step in ("eager", "graph"))
+    assert captured(graph[0]) > 0
+    assert_same_bits(graph, eager)
+    plain, _ = ran(method=Method(), step="graph", **options)
+    assert not torch.equal(plain.net.backbone[0].weight, graph[0].net.backbone[0].weight)
 
 
 def test_tasks_of_one_shape_share_their_captures(ran):
@@ -186,7 +220,7 @@ def test_two_runs_of_one_seed_give_the_same_bits_and_another_seed_others(ran):
 
 def test_dropout_is_drawn_anew_in_every_replay(make_net, make_task):
     """A graph that had captured the chance itself would repeat one mask."""
-    net = make_net("shared", dropout=0.5)
+    net = make_net("finetune", dropout=0.5)
     drawn = torch.zeros(200, 24 * 16, device="cuda")
     place_ = torch.zeros((), dtype=torch.long, device="cuda")
 
@@ -196,7 +230,7 @@ def test_dropout_is_drawn_anew_in_every_replay(make_net, make_task):
 
     net.backbone[-1].register_forward_hook(remember)
     settings = TrainSettings(epochs=10, batch_size=24, device="cuda", step="graph", precision="fp32")
-    fit(net, make_task("dark"), METHODS["finetune"], settings)
+    fit(net, make_task("dark"), "finetune", settings)
     steps = int(place_)
     assert steps == 20
     masks = drawn[:steps].cpu()
@@ -205,10 +239,10 @@ def test_dropout_is_drawn_anew_in_every_replay(make_net, make_task):
     assert masks.mean().item() == pytest.approx(0.5, abs=0.05)
 
 
-# ---- penalties -------------------------------------------------------------------------------------------------------
+# ---- hooks -----------------------------------------------------------------------------------------------------------
 
 
-class Pull(Penalty):
+class Pull(Method):
     """Sums squared gradients in place, and pulls each weight back to its start by them and by a constant.
 
     With one capture for all tasks its tensors stay where they are; otherwise it makes new ones for every task.
@@ -217,10 +251,11 @@ class Pull(Penalty):
     strength = 0.3
 
     def __init__(self, one_capture):
+        super().__init__()
         self.one_capture, self.start, self.importance = one_capture, {}, {}
 
     def begin_task(self, context):
-        for name, p in shared_parameters(context.net).items():
+        for name, p in context.net.shared_parameters().items():
             if self.one_capture and name in self.start:
                 self.start[name].copy_(p.detach())
             else:
@@ -228,12 +263,12 @@ class Pull(Penalty):
                 self.importance[name] = self.importance.get(name, torch.zeros_like(p)).detach().clone()
 
     def read_gradients(self, net):
-        for name, p in shared_parameters(net).items():
+        for name, p in net.shared_parameters().items():
             if p.grad is not None:
                 self.importance[name].addcmul_(p.grad, p.grad)
 
     def add_gradients(self, net):
-        for name, p in shared_parameters(net).items():
+        for name, p in net.shared_parameters().items():
             if p.grad is not None:
                 away = p.detach() - self.start[name]
                 p.grad.addcmul_(away, self.importance[name]).add_(away, alpha=self.strength)
@@ -244,12 +279,11 @@ class Pull(Penalty):
 
 @pytest.mark.parametrize("one_capture", [False, True], ids=["captured for each task", "captured once"])
 @pytest.mark.parametrize("base", ["finetune", "confit"])
-def test_a_penalty_with_state_of_its_own_gives_the_same_bits(ran, one_capture, base):
+def test_a_hook_with_state_of_its_own_gives_the_same_bits(ran, make_method, one_capture, base):
     found = {}
     for step in ("eager", "graph"):
         penalty = Pull(one_capture)
-        method = dataclasses.replace(METHODS[base], penalties=(penalty,))
-        found[step] = (ran(method=method, step=step), penalty)
+        found[step] = (ran(method=make_method(base, penalty), step=step), penalty)
     (eager, by_hand), (graph, replayed) = found["eager"], found["graph"]
     stages = 1 if base == "finetune" else 3
     assert captured(graph[0]) == stages * (2 if one_capture else 3)
@@ -263,14 +297,13 @@ def test_a_penalty_with_state_of_its_own_gives_the_same_bits(ran, one_capture, b
     assert not torch.equal(bare.net.backbone[0].weight, eager[0].net.backbone[0].weight)
 
 
-def test_a_term_of_the_loss_gives_the_same_bits(ran):
-    class Entropy(Penalty):
-        def output_loss(self, logits, labels):
-            p = logits.float().softmax(1)
+def test_a_term_of_the_loss_gives_the_same_bits(ran, make_method):
+    class Entropy(Method):
+        def loss(self, step):
+            p = step.logits.float().softmax(1)
             return 0.3 * (p * p.clamp_min(1e-12).log()).sum(1).mean()
 
-    method = dataclasses.replace(METHODS["confit"], penalties=(Entropy(),))
-    eager, graph = (ran(method=method, step=step) for step in ("eager", "graph"))
+    eager, graph = (ran(method=make_method("confit", Entropy()), step=step) for step in ("eager", "graph"))
     assert captured(graph[0]) > 0
     assert_same_bits(graph, eager)
 
@@ -474,9 +507,9 @@ class Waits(nn.Module):
 def test_a_network_that_waits_is_noted_and_trained_kernel_by_kernel(ran, make_net, options, place_):
     pairs, notes = [], Notes()
     for step in ("eager", "graph"):
-        net = make_net(METHODS[options["method"]].norm, **{k: v for k, v in options.items() if k != "method"})
+        net = make_net(**options)
         net.backbone.insert(3 if place_ == "first" else len(net.backbone), Waits())  # 3: behind the first block
-        pairs.append(ran(method=options["method"], net=net, step=step, listeners=(notes,)))
+        pairs.append(ran(net=net, step=step, listeners=(notes,), **options))
     (note,) = notes.notes
     assert note.startswith("this network cannot be captured as a CUDA graph and is trained kernel by kernel")
     assert captured(pairs[1][0]) == 0
@@ -486,7 +519,7 @@ def test_a_network_that_waits_is_noted_and_trained_kernel_by_kernel(ran, make_ne
 def test_a_network_that_waits_and_draws_chance(ran, make_net):
     pairs, notes = [], Notes()
     for step in ("eager", "graph"):
-        net = make_net("xconv", dropout=0.3)
+        net = make_net("confit", dropout=0.3)
         net.backbone.append(Waits())
         pairs.append(ran(net=net, step=step, listeners=(notes,)))
     assert len(notes.notes) == 1
@@ -494,7 +527,7 @@ def test_a_network_that_waits_and_draws_chance(ran, make_net):
 
 
 def test_other_networks_are_captured_after_one_that_could_not_be(ran, make_net):
-    net = make_net("xconv")
+    net = make_net("confit")
     net.backbone.append(Waits())
     ran(net=net, step="graph", epochs=1)
     run, result = ran(step="graph")
@@ -519,7 +552,7 @@ def test_a_loss_that_is_not_finite_is_reported_with_its_step(make_run):
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_a_loss_that_is_not_finite_in_a_late_epoch_is_named(make_net, make_task, epochs):
     """In the third step of the last epoch, when graphs are replayed and their numbers read one epoch behind."""
-    net, task = make_net("shared"), make_task("dark")  # 6 steps an epoch
+    net, task = make_net("finetune"), make_task("dark")  # 6 steps an epoch
     bad_step = 6 * (epochs - 1) + 3
     count = torch.zeros((), device="cuda")
 
@@ -536,7 +569,7 @@ def test_a_loss_that_is_not_finite_in_a_late_epoch_is_named(make_net, make_task,
     settings = TrainSettings(epochs=epochs, batch_size=8, lr=0.01, device="cuda", precision="fp32", step="graph")
     message = rf"the loss of task 'dark' became nan, its weights infinite in epoch {epochs} from step 3 of 6 on"
     with pytest.raises(ConfituneError, match=message):
-        fit(net, task, METHODS["finetune"], settings, notes)
+        fit(net, task, "finetune", settings, notes)
     assert [end.epoch for end in notes.ends] == list(range(epochs - 1))
     assert notes.notes == []
 
@@ -548,7 +581,7 @@ def test_a_loss_that_is_not_finite_in_a_late_epoch_is_named(make_net, make_task,
 def test_compiled_steps_agree_with_kernel_by_kernel(ran, make_net, sequence, monkeypatch, precision, most):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # ten bits would hide what is compared
     options = {"method": "confit", "tasks": sequence.first(1), "precision": precision, "lr": 0.01}
-    start = make_net("xconv").backbone[0].weight.detach()
+    start = make_net("confit").backbone[0].weight.detach()
     (eager, _), (compiled, result) = (ran(step=step, **options) for step in ("eager", "compile"))
     assert result.execution == f"{precision}, compile, deterministic"
     assert captured(compiled) == len(compiled._executor._compiled) == 3
@@ -562,7 +595,7 @@ def test_compiled_steps_agree_with_kernel_by_kernel(ran, make_net, sequence, mon
     for key, value in wanted.items():
         if key.endswith("num_batches_tracked"):
             assert torch.equal(found[key], value), key
-    assert compiled.net.tasks["dark"].batches == eager.net.tasks["dark"].batches
+    assert compiled.net.tasks["dark"].facts == eager.net.tasks["dark"].facts
     # The last stage has moved the convolutions, and alike.
     moved = (wanted["backbone.0.weight"] - start).norm()
     assert moved > 0

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from confitune.engine import Listener, TaskFit, TrainSettings, network_sha256
-from confitune.methods import METHODS
+from confitune.engine import Executor, TaskFit, TrainSettings, network_sha256
+from confitune.methods import create_method
 from confitune.nn import state_sha256
 
 
@@ -24,9 +24,7 @@ class Recorder:
 
 def fitted(net, task, method="finetune", index=0, **settings):
     settings = TrainSettings(**{"epochs": 2, "batch_size": 8, "device": "cpu", **settings})
-    fit = TaskFit(net, task, METHODS[method], settings, Listener(), index)
-    fit.run()
-    return fit
+    TaskFit(Executor(net, settings), task, create_method(method), index).fit()
 
 
 @pytest.mark.parametrize("method", ["confit", "finetune", "single-task"])
@@ -47,21 +45,21 @@ def test_results_do_not_depend_on_the_global_random_state(make_run):
     assert make_run(dropout=0.2).run().final_sha256 == first.final_sha256
 
 
-def test_training_leaves_the_global_random_state_alone(make_net, make_task):
+def test_training_leaves_the_global_random_state_alone(make_fit, make_net, make_task):
     settings = TrainSettings(epochs=2, batch_size=8, augmentation="flip-shift", device="cpu")
-    fit = TaskFit(make_net("xconv", dropout=0.2), make_task("dark"), METHODS["confit"], settings, Listener())
+    fit = make_fit(make_net("confit", dropout=0.2), make_task("dark"), "confit", settings)
     before = torch.get_rng_state()
-    fit.run()
+    fit.fit()
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_seed_changes_the_head_and_not_the_backbone(make_net, make_task):
-    nets = [make_net("shared") for _ in range(2)]
+def test_a_seed_changes_the_head_and_not_the_backbone(make_fit, make_net, make_task):
+    nets = [make_net("finetune") for _ in range(2)]
     for seed, net in enumerate(nets):
         settings = TrainSettings(seed=seed, device="cpu")
-        TaskFit(net, make_task("dark"), METHODS["finetune"], settings, Listener())
+        make_fit(net, make_task("dark"), "finetune", settings)
     assert state_sha256(nets[0].backbone) == state_sha256(nets[1].backbone)
-    heads = [net.head.weight.detach() for net in nets]
+    heads = [net.head.linear.weight.detach() for net in nets]
     assert not torch.equal(*heads)
     bound = 1 / math.sqrt(16)  # torch's own: uniform within 1 / sqrt(inputs)
     for head in heads:
@@ -69,18 +67,18 @@ def test_a_seed_changes_the_head_and_not_the_backbone(make_net, make_task):
         assert head.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.25)
 
 
-def test_heads_of_different_tasks_differ_under_one_seed(make_net, make_task):
+def test_heads_of_different_tasks_differ_under_one_seed(make_fit, make_net, make_task):
     heads = []
     for index in range(2):
-        net = make_net("shared")
-        TaskFit(net, make_task("dark"), METHODS["finetune"], TrainSettings(device="cpu"), Listener(), index)
-        heads.append(net.head.weight.detach())
+        net = make_net("finetune")
+        make_fit(net, make_task("dark"), "finetune", index=index)
+        heads.append(net.head.linear.weight.detach())
     assert not torch.equal(*heads)
 
 
 def batches_of(make_net, task, **options):
     recorder = Recorder(task.preprocess)
-    fitted(make_net("shared"), dataclasses.replace(task, preprocess=recorder), **options)
+    fitted(make_net("finetune"), dataclasses.replace(task, preprocess=recorder), **options)
     return recorder.batches
 
 
@@ -110,7 +108,7 @@ def test_the_number_of_epochs_does_not_shift_the_order(make_net, make_task):
 
 def test_dropout_is_drawn_anew_in_every_epoch_and_task_and_repeats_with_the_seed(make_net, make_task):
     def masks(**options):
-        net, seen = make_net("shared", dropout=0.5), []
+        net, seen = make_net("finetune", dropout=0.5), []
         # Ones in: what comes out is the mask alone, whatever the features are.
         net.backbone[-1].register_forward_pre_hook(lambda module, args: torch.ones_like(args[0]))
         net.backbone[-1].register_forward_hook(lambda module, args, out: seen.append(out.clone()))

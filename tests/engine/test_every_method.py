@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from confitune.engine import Listener, TaskFit, TrainSettings, evaluate
+from confitune.engine import TrainSettings, evaluate
 from confitune.methods import METHODS
 from confitune.metrics import average_accuracy, average_forgetting
 from confitune.nn import state_sha256
@@ -33,7 +33,7 @@ def test_methods_that_train_everything_learn(make_run, method):
     assert result.learning_acc > 80  # chance is 39
 
 
-@pytest.mark.parametrize("method", ["linear-probe", "bn-only", "single-task"])
+@pytest.mark.parametrize("method", ["linear-probe", "bn-only", "single-task", "best", "ccll"])
 def test_forgetting_is_exactly_zero(make_run, method):
     result = make_run(method, epochs=8).run()
     for task, row in enumerate(result.accuracy_matrix):
@@ -48,25 +48,26 @@ def test_fine_tuning_forgets_where_tasks_look_unlike(make_run):
     assert result.matrix[0, 0] - result.matrix[0, 2] > 5
 
 
-@pytest.mark.parametrize("method", ["linear-probe", "bn-only"])
+@pytest.mark.parametrize("method", ["linear-probe", "bn-only", "best", "ccll"])
 def test_shared_weights_stay_as_they_were(make_run, make_net, method):
-    norm = METHODS[method].norm
-    before = make_net(norm)
+    before = make_net(method)
     run = make_run(method, epochs=5)
     run.run()
-    for old, new in zip(before.conv_parameters(), run.net.conv_parameters(), strict=True):
-        assert torch.equal(old, new)
+    weights = set(map(id, run.net.groups()["weights"]))
+    assert len(weights) == 4
+    for old, new in zip(before.backbone.parameters(), run.net.backbone.parameters(), strict=True):
+        assert torch.equal(old, new) or id(new) not in weights
     if method == "linear-probe":
         assert state_sha256(run.net.backbone) == state_sha256(before.backbone)
 
 
-def test_single_tasks_start_from_the_pre_trained_network(make_run, make_net, sequence):
+def test_single_tasks_start_from_the_pre_trained_network(make_run, make_fit, make_net, sequence):
     """Each task gives what it gives to a network that has seen no other."""
     result = make_run("single-task", epochs=3).run()
     for index, task in enumerate(sequence):
-        net = make_net("shared")
+        net = make_net("finetune")
         settings = TrainSettings(epochs=3, batch_size=8, lr=0.05, device="cpu")
-        TaskFit(net, task, METHODS["single-task"], settings, Listener(), index).run()
+        make_fit(net, task, "single-task", settings, index=index).fit()
         assert evaluate(net, task) == result.accuracy_matrix[index][index]
 
 

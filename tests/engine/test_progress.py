@@ -56,13 +56,13 @@ def test_a_terminal_shows_task_stage_epoch_loss_and_accuracy():
     progress.epoch_ended(end(0, 4, loss=0.25))
     progress.task_ended(0, [81.0])
     progress.task_started(1, "b", 0)
-    progress.stage_started("head+norm")
+    progress.stage_started("head+norms")
     progress.step_done(5, 10)
     progress.epoch_ended(end(1, 1, loss=0.125))
     progress.close()  # draws what is there a last time
     last = [line for line in shown(terminal).splitlines() if "digits confit" in line][-1]
     assert "task 2/3" in last
-    assert "head+norm" in last
+    assert "head+norms" in last
     assert "epoch 3/5" in last
     assert "loss 0.125" in last
     assert "accuracy so far 81.0%" in last

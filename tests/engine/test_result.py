@@ -21,7 +21,7 @@ from confitune.nn import state_sha256
 def test_every_field_says_what_happened(make_run, make_net, method, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/some/where/confitune", "run", "--dataset", "tiny"])
     run = make_run(method, epochs=2, seed=3, config={"lr": 0.05}, weights="own.pth")
-    before = state_sha256(make_net(run.method.norm).backbone)
+    before = state_sha256(make_net(method).backbone)
     result = run.run()
     assert (result.dataset, result.method, result.seed) == ("tiny", method, 3)
     assert (result.config, result.weights) == ({"lr": 0.05}, "own.pth")

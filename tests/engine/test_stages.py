@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from confitune.engine import Listener, TrainSettings, fit
-from confitune.methods import METHODS, Penalty, compose
 
 
 class Watch(Listener):
@@ -19,9 +18,9 @@ class Watch(Listener):
     def task_parts(self):
         moments = [b for name, b in self.net.backbone.named_buffers() if "running" in name]
         parts = {
-            "head": self.net.head.parameters(),
-            "norm": self.net.norm_parameters(),
-            "conv": self.net.conv_parameters(),
+            "head": self.net.head.linear.parameters(),
+            "norms": self.net.groups()["norms"],
+            "weights": self.net.groups()["weights"],
             "moments": moments,
         }
         return {part: [tensor.detach().clone() for tensor in tensors] for part, tensors in parts.items()}
@@ -51,7 +50,7 @@ class Watch(Listener):
 def watched(net, task, method, **settings):
     watch = Watch(net)
     settings = {"epochs": 10, "batch_size": 8, "lr": 0.05, "device": "cpu", **settings}
-    fit(net, task, METHODS[method], TrainSettings(**settings), watch)
+    fit(net, task, method, TrainSettings(**settings), watch)
     return watch
 
 
@@ -66,25 +65,25 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("options", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("method", ["confit", "hierarchical"])
 def test_hierarchical_stages_move_what_they_say_bit_for_bit(make_net, make_task, method, options):
-    watch = watched(make_net(METHODS[method].norm), make_task("dark"), method, **options)
-    assert watch.stages == ["head"] * 2 + ["head+norm"] * 3 + ["all"] * 5
+    watch = watched(make_net(method), make_task("dark"), method, **options)
+    assert watch.stages == ["head"] * 2 + ["head+norms"] * 3 + ["all"] * 5
     all_of, any_of = watch.moved()
     assert all_of == any_of  # a part moves whole or not at all
-    head, norm, all_ = {"head", "moments"}, {"head", "norm", "moments"}, {"head", "norm", "conv", "moments"}
+    head, norm, all_ = {"head", "moments"}, {"head", "norms", "moments"}, {"head", "norms", "weights", "moments"}
     assert all_of == [head] * 2 + [norm] * 3 + [all_] * 5
 
 
 def test_frozen_parameters_get_no_gradient_and_all_are_free_afterwards(make_net, make_task):
-    net = make_net("xconv")
+    net = make_net("confit")
     wanted = []
 
     class Look(Watch):
         def step_done(self, step, steps):
-            wanted.append([p.requires_grad for p in (*net.conv_parameters(), *net.norm_parameters())])
-            assert [p.grad is not None for p in (*net.conv_parameters(), *net.norm_parameters())] == wanted[-1]
+            wanted.append([p.requires_grad for p in (*net.groups()["weights"], *net.groups()["norms"])])
+            assert [p.grad is not None for p in (*net.groups()["weights"], *net.groups()["norms"])] == wanted[-1]
 
-    fit(net, make_task("dark"), METHODS["confit"], TrainSettings(epochs=5, batch_size=24, device="cpu"), Look(net))
-    convs, norms = len(net.conv_parameters()), len(net.norm_parameters())
+    fit(net, make_task("dark"), "confit", TrainSettings(epochs=5, batch_size=24, device="cpu"), Look(net))
+    convs, norms = len(net.groups()["weights"]), len(net.groups()["norms"])
     head, norm, all_ = [False] * (convs + norms), [False] * convs + [True] * norms, [True] * (convs + norms)
     assert wanted == [head] * 2 + [norm] * 2 + [all_] * 6  # 2 steps an epoch
     assert all(p.requires_grad for p in net.parameters())
@@ -92,20 +91,20 @@ def test_frozen_parameters_get_no_gradient_and_all_are_free_afterwards(make_net,
 
 
 def test_finetune_moves_everything_from_the_first_epoch(make_net, make_task):
-    watch = watched(make_net("shared"), make_task("dark"), "finetune", epochs=3)
+    watch = watched(make_net("finetune"), make_task("dark"), "finetune", epochs=3)
     assert watch.stages == ["all"] * 3
-    assert watch.moved()[0] == [{"head", "norm", "conv", "moments"}] * 3
+    assert watch.moved()[0] == [{"head", "norms", "weights", "moments"}] * 3
 
 
 def test_bn_only_never_moves_a_convolution(make_net, make_task):
-    watch = watched(make_net("task"), make_task("dark"), "bn-only")
-    assert watch.stages == ["head"] * 2 + ["head+norm"] * 8
-    head, norm = {"head", "moments"}, {"head", "norm", "moments"}
+    watch = watched(make_net("bn-only"), make_task("dark"), "bn-only")
+    assert watch.stages == ["head"] * 2 + ["head+norms"] * 8
+    head, norm = {"head", "moments"}, {"head", "norms", "moments"}
     assert watch.moved() == ([head] * 2 + [norm] * 8,) * 2
 
 
 def test_linear_probe_moves_the_head_alone_and_never_batch_norm(make_net, make_task):
-    net = make_net("frozen")
+    net = make_net("linear-probe")
     before = {key: value.clone() for key, value in net.backbone.state_dict().items()}
     modes = set()
 
@@ -113,7 +112,7 @@ def test_linear_probe_moves_the_head_alone_and_never_batch_norm(make_net, make_t
         def step_done(self, step, steps):
             modes.add((net.training, *(net.backbone[place].training for place in (1, 4, 7))))
 
-    fit(net, make_task("dark"), METHODS["linear-probe"], TrainSettings(epochs=3, device="cpu"), Look(net))
+    fit(net, make_task("dark"), "linear-probe", TrainSettings(epochs=3, device="cpu"), Look(net))
     after = net.backbone.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)  # num_batches_tracked too
@@ -141,8 +140,7 @@ def test_too_few_epochs_for_the_head_alone_are_noted(make_run, epochs):
 
 
 def test_the_note_follows_the_schedule_not_the_name(make_run):
-    composed = compose("nothing+confit", METHODS, {"nothing": Penalty}, "finetune")
-    assert len(notes_of(make_run, composed, 4)) == 1
+    assert len(notes_of(make_run, "si+confit", 4)) == 1
     assert len(notes_of(make_run, "hierarchical", 4)) == 1
     assert notes_of(make_run, "confit", 5) == []
     assert notes_of(make_run, "finetune", 1) == []
@@ -170,7 +168,7 @@ def test_the_optimizer_holds_only_what_is_ever_trained(make_run, monkeypatch):
     stock = torch.optim.SGD
 
     def spy(parameters, *args, **kwargs):
-        counts[method] = sum(p.numel() for p in parameters)
+        counts[method] = sum(p.numel() for group in parameters for p in group["params"])
         return stock(parameters, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim, "SGD", spy)
@@ -190,5 +188,5 @@ def test_the_optimizer_holds_only_what_is_ever_trained(make_run, monkeypatch):
     ],
 )
 def test_learning_rates_over_a_task(make_net, make_task, schedule, factors):
-    watch = watched(make_net("frozen"), make_task("dark"), "linear-probe", epochs=6, lr_schedule=schedule)
+    watch = watched(make_net("linear-probe"), make_task("dark"), "linear-probe", epochs=6, lr_schedule=schedule)
     assert watch.lrs == pytest.approx([0.05 * factor for factor in factors], rel=1e-12)

@@ -1,7 +1,6 @@
 """The training loop against one written by hand, and what it does with odd tasks."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -9,10 +8,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from confitune.engine import DivergedError, EpochEnd, Listener, TaskFit, TrainSettings, evaluate, fit, network_sha256
-from confitune.engine.parameters import place_network
+from confitune.engine.feed import batches
 from confitune.errors import ConfituneError
-from confitune.methods import METHODS, Penalty, create_method
-from confitune.nn import InfiniteError
+from confitune.methods import METHODS, Method
 from confitune.tasks import Images, TaskSequence
 
 
@@ -48,20 +46,20 @@ def assert_same_tensors(found, expected):
     ],
     ids=["plain", "momentum", "cosine", "step", "clipped"],
 )
-def test_finetune_is_sgd_on_the_cross_entropy(make_net, sequence, options, batch_recorder):
+def test_finetune_is_sgd_on_the_cross_entropy(make_fit, make_method, make_net, sequence, options, batch_recorder):
     settings = TrainSettings(**{"epochs": 3, "batch_size": 8, "lr": 0.05, "device": "cpu", **options})
-    net = make_net("shared")
+    net = make_net("finetune")
     # In the engine's memory format, so that the kernels, and with them the rounding, are the same.
     backbone = copy.deepcopy(net.backbone).to(memory_format=torch.channels_last)
-    recorder, events = batch_recorder(net), Events()
-    method = dataclasses.replace(METHODS["finetune"], penalties=(recorder,))
+    recorder, events = batch_recorder(), Events()
+    method = make_method("finetune", recorder)
     for index, task in enumerate(sequence.first(2)):
         recorder.inputs.clear()
         recorder.labels.clear()
-        fitting = TaskFit(net, task, method, settings, events)
+        fitting = make_fit(net, task, method, settings, events)
         head = nn.Linear(16, len(task.classes))
-        head.load_state_dict(net.head.state_dict())
-        fitting.run()
+        head.load_state_dict(net.head.linear.state_dict())
+        fitting.fit()
 
         # By hand, on the same batches and from the same head:
         model = nn.Sequential(backbone, head).train()
@@ -86,7 +84,7 @@ def test_finetune_is_sgd_on_the_cross_entropy(make_net, sequence, options, batch
             losses.append(loss.item())
             right.append((logits.argmax(1) == labels).double().mean().item())
         assert_same_tensors(net.backbone, backbone)
-        assert_same_tensors(net.head, head)
+        assert_same_tensors(net.head.linear, head)
         if settings.clip_norm:  # some steps are clipped, some are not
             assert min(norms) < settings.clip_norm < max(norms)
         for epoch in range(3):
@@ -98,7 +96,7 @@ def test_finetune_is_sgd_on_the_cross_entropy(make_net, sequence, options, batch
 
 def test_events_of_a_task(make_net, make_task):
     events = Events()
-    fit(make_net("xconv"), make_task("dark"), METHODS["confit"], TrainSettings(epochs=5, device="cpu"), events)
+    fit(make_net("confit"), make_task("dark"), "confit", TrainSettings(epochs=5, device="cpu"), events)
     assert events.steps == [(1, 1)] * 5  # 48 images, batches of 32
     assert [end.epoch for end in events.ends] == [0, 1, 2, 3, 4]
     for end in events.ends:
@@ -107,10 +105,9 @@ def test_events_of_a_task(make_net, make_task):
         assert end.seconds > 0
 
 
-def test_the_last_smaller_batch_is_dropped(make_net, make_task, batch_recorder):
-    net, events = make_net("shared"), Events()
-    recorder = batch_recorder(net)
-    method = dataclasses.replace(METHODS["finetune"], penalties=(recorder,))
+def test_the_last_smaller_batch_is_dropped(make_method, make_net, make_task, batch_recorder):
+    net, events, recorder = make_net("finetune"), Events(), batch_recorder()
+    method = make_method("finetune", recorder)
     fit(net, make_task("dark", (11, 9)), method, TrainSettings(epochs=3, batch_size=8, device="cpu"), events)
     assert events.steps == [(1, 2), (2, 2)] * 3
     assert [len(labels) for labels in recorder.labels] == [8] * 6
@@ -118,9 +115,9 @@ def test_the_last_smaller_batch_is_dropped(make_net, make_task, batch_recorder):
 
 
 def test_a_task_smaller_than_a_batch_is_one_smaller_batch(make_net, make_task):
-    net, task, events = make_net("xconv"), make_task("dark", (3, 2)), Events()
+    net, task, events = make_net("confit"), make_task("dark", (3, 2)), Events()
     settings = TrainSettings(epochs=20, batch_size=8, lr=0.05, device="cpu")
-    fit(net, task, METHODS["confit"], settings, events)
+    fit(net, task, "confit", settings, events)
     (note,) = events.notes
     assert note == "task 'dark' has 5 training images, fewer than the batch size 8: batches of 5"
     assert events.steps == [(1, 1)] * 20
@@ -130,25 +127,27 @@ def test_a_task_smaller_than_a_batch_is_one_smaller_batch(make_net, make_task):
     assert net.tasks["dark"].finished
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_two_training_images_are_enough(make_net, make_task, method):
-    method = METHODS[method]
-    task = make_task("dark", (1, 1))
-    net = make_net(method.norm, **{**method.network, "statistics": "pass"})
+@pytest.mark.parametrize("name", METHODS)
+def test_two_training_images_are_enough(make_method, make_net, make_task, name):
+    method, task = make_method(name, statistics="pass"), make_task("dark", (1, 1))
+    net = make_net(method)
     fit(net, task, method, TrainSettings(epochs=5, device="cpu"))
     assert net.tasks["dark"].finished
     assert 0 <= evaluate(net, task) <= 100
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, method in METHODS.items() if not method.joint] + ["ewc+confit", "rwalk", "mas+cpr+confit"]
+    ("name", "statistics"),
+    [
+        *((name, "running") for name, method in METHODS.items() if not method.joint),
+        *((name, "pass") for name in ("confit", "finetune-xconv", "ewc+confit", "mas+cpr+confit")),
+    ],
 )
-@pytest.mark.parametrize("statistics", ["running", "pass"])
-def test_a_last_batch_of_one_image_is_no_trouble(make_net, make_task, name, statistics):
+def test_a_last_batch_of_one_image_is_no_trouble(make_method, make_net, make_task, name, statistics):
     """17 images in batches of 8: in training, in estimating what weights matter, in the pass and in evaluation."""
-    method = create_method(name)
+    method = make_method(name, statistics=statistics)
     tasks = [make_task("dark", (9, 8), (9, 8)), make_task("bright", (8, 9), (8, 9), base=170)]
-    net = make_net(method.norm, **{**method.network, "statistics": statistics})
+    net = make_net(method)
     for task in tasks:
         fit(net, task, method, TrainSettings(epochs=4, batch_size=8, device="cpu"))
     for task in tasks:
@@ -160,16 +159,16 @@ def test_a_last_batch_of_one_image_is_no_trouble(make_net, make_task, name, stat
 def test_one_training_image_is_refused(make_net, make_task, make_run, sequence):
     task = make_task("lonely", (1, 0))
     with pytest.raises(ConfituneError, match="task 'lonely' has 1 training image; batch norm needs 2 or more"):
-        fit(make_net("xconv"), task)
+        fit(make_net("confit"), task)
     with pytest.raises(ConfituneError, match="lonely"):
         make_run(tasks=TaskSequence("tiny", "own", (sequence[0], task))).run()
 
 
 def test_a_class_without_training_images_keeps_its_place(make_net, make_task):
     task = make_task("dark", (24, 0, 20), (10, 8, 9))
-    net, events = make_net("xconv"), Events()
-    fit(net, task, METHODS["confit"], TrainSettings(epochs=10, batch_size=8, lr=0.05, device="cpu"), events)
-    assert net.head.out_features == 3
+    net, events = make_net("confit"), Events()
+    fit(net, task, "confit", TrainSettings(epochs=10, batch_size=8, lr=0.05, device="cpu"), events)
+    assert net.head.linear.out_features == 3
     assert events.ends[-1].accuracy > 90
     accuracy = []
     for label in range(3):
@@ -181,18 +180,29 @@ def test_a_class_without_training_images_keeps_its_place(make_net, make_task):
     assert min(accuracy[0], accuracy[2]) > 50
 
 
-@pytest.mark.parametrize(("method", "norm"), [("confit", "shared"), ("finetune", "xconv"), ("linear-probe", "shared")])
-def test_a_method_whose_norm_does_not_fit_the_network_is_refused(make_net, make_task, method, norm):
-    needed = METHODS[method].norm
-    message = (
-        rf"method '{method}' needs norm='{needed}', the network has '{norm}': ContinualNet\(backbone, norm='{needed}'\)"
-    )
+@pytest.mark.parametrize(
+    ("method", "other", "needs", "has"),
+    [
+        ("confit", "finetune", r"XconvNorms\(window, running\), Head", "Head"),
+        ("finetune", "confit", "Head", r"XconvNorms\(window, running\), Head"),
+        ("linear-probe", "bn-only", r"Norms\(pretrained .*\), Head", r"Norms\(affine, own .*\), Head"),
+    ],
+)
+def test_a_network_of_other_parts_is_refused(make_net, make_task, method, other, needs, has):
+    net = make_net(other)
+    message = rf"method '{method}' needs a network with {needs}, this one has {has}: make it with method\.network"
     with pytest.raises(ConfituneError, match=message):
-        fit(make_net(norm), make_task("dark"), METHODS[method])
+        fit(net, make_task("dark"), method)
+    assert not net.tasks
+
+
+def test_a_network_of_other_options_is_refused(make_method, make_net, make_task):
+    with pytest.raises(ConfituneError, match=r"needs a network with XconvNorms\(phase.* has XconvNorms\(window"):
+        fit(make_net("confit"), make_task("dark"), make_method("confit", means="phase"))
 
 
 def test_the_device_is_checked_before_anything_is_trained(make_net, make_task):
-    net = make_net("xconv")
+    net = make_net("confit")
     with pytest.raises(ConfituneError, match="device 'cuda:99' cannot be used"):
         fit(net, make_task("dark"), settings=TrainSettings(device="cuda:99"))
     assert not net.tasks
@@ -202,11 +212,11 @@ def test_input_statistics_are_silent_until_they_matter(make_net, make_task):
     """120 steps: of an average with momentum 0.1 the first 21 weigh less than 3e-5 together."""
     task, rows = make_task("dark"), []
     for track_from in (3e-5, 0):
-        net = make_net("xconv")
+        net = make_net("confit")
         settings = TrainSettings(epochs=20, batch_size=8, track_from=track_from, device="cpu")
-        fit(net, task, METHODS["confit"], settings)
+        fit(net, task, "confit", settings)
         rows.append(net.task_state_dict("dark"))
-        assert net.tasks["dark"].batches == ((99,) * 3 if track_from else (120,) * 3)
+        assert [fact[2] for fact in net.tasks["dark"].facts.values()] == [99 if track_from else 120] * 3
     silent, whole = rows
     for key in silent:
         if key.endswith("input_means"):
@@ -216,13 +226,13 @@ def test_input_statistics_are_silent_until_they_matter(make_net, make_task):
             assert torch.equal(silent[key], whole[key])  # nothing else depends on it
 
 
-def test_the_pass_sees_full_batches_of_the_training_size_once(make_net, make_task):
-    net = make_net("xconv", statistics="pass")
-    seen = []
+def test_the_pass_sees_full_batches_of_the_training_size_once(make_method, make_net, make_task):
+    method, seen = make_method("confit", statistics="pass"), []
+    net = make_net(method)
     net.backbone.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
-    fit(net, make_task("dark", (11, 9)), METHODS["confit"], TrainSettings(epochs=5, batch_size=8, device="cpu"))
+    fit(net, make_task("dark", (11, 9)), method, TrainSettings(epochs=5, batch_size=8, device="cpu"))
     assert [len(x) for x in seen] == [8] * (2 * 5 + 2)
-    assert net.tasks["dark"].batches == (2, 2, 2)
+    assert [fact[2] for fact in net.tasks["dark"].facts.values()] == [2, 2, 2]
     passed = torch.cat(seen[-2:])
     assert len({image.numpy().tobytes() for image in passed}) == 16
     # The first convolution reads the images: window (1, 1) at stride 2 and padding 1 is every other pixel from 0 on.
@@ -230,23 +240,24 @@ def test_the_pass_sees_full_batches_of_the_training_size_once(make_net, make_tas
     torch.testing.assert_close(means, passed[:, :, ::2, ::2].mean((0, 2, 3)))
 
 
-def test_statistics_that_wait_for_the_pass_are_silent_before_it(make_net, make_task):
+def test_statistics_that_wait_for_the_pass_are_silent_before_it(make_method, make_net, make_task):
     class Look(Listener):
         def step_done(self, step, steps):
-            tracking.append([statistics.tracking for statistics in net._memory.statistics.values()])
+            tracking.append([inputs.tracking for inputs in net.parts["norms"].input_means])
 
-    net, tracking = make_net("xconv", statistics="pass"), []
-    fit(net, make_task("dark"), METHODS["confit"], TrainSettings(epochs=5, batch_size=24, device="cpu"), Look())
+    method, tracking = make_method("confit", statistics="pass"), []
+    net = make_net(method)
+    fit(net, make_task("dark"), method, TrainSettings(epochs=5, batch_size=24, device="cpu"), Look())
     assert tracking == [[False] * 3] * 10
 
 
 def test_bf16_trains_float32_weights(make_net, make_task):
-    net, events = make_net("xconv"), Events()
+    net, events = make_net("confit"), Events()
     settings = TrainSettings(epochs=10, batch_size=8, lr=0.05, precision="bf16", device="cpu")
     kinds = set()
     net.backbone[0].register_forward_hook(lambda module, args, out: kinds.add(out.dtype))
     task = make_task("dark")
-    fit(net, task, METHODS["confit"], settings, events)
+    fit(net, task, "confit", settings, events)
     assert kinds == {torch.bfloat16}
     assert {p.dtype for p in net.parameters()} == {torch.float32}
     assert net.tasks["dark"].row.dtype == torch.float32
@@ -255,9 +266,9 @@ def test_bf16_trains_float32_weights(make_net, make_task):
 
 
 def test_fit_defaults_to_confit(make_net, make_task):
-    nets = [make_net("xconv"), make_net("xconv")]
+    nets = [make_net("confit"), make_net("confit")]
     fit(nets[0], make_task("dark"), settings=TrainSettings(epochs=5, device="cpu"))
-    fit(nets[1], make_task("dark"), METHODS["confit"], TrainSettings(epochs=5, device="cpu"))
+    fit(nets[1], make_task("dark"), "confit", TrainSettings(epochs=5, device="cpu"))
     assert torch.equal(nets[0].tasks["dark"].row, nets[1].tasks["dark"].row)
 
 
@@ -266,7 +277,7 @@ def test_an_interrupted_fit_leaves_nothing_frozen(make_net, make_task):
         def epoch_ended(self, end):
             raise KeyboardInterrupt
 
-    net = make_net("xconv")
+    net = make_net("confit")
     with pytest.raises(KeyboardInterrupt):
         fit(net, make_task("dark"), settings=TrainSettings(epochs=5, device="cpu"), listener=Stop())
     assert all(p.requires_grad for p in net.parameters())
@@ -276,82 +287,69 @@ def test_an_interrupted_fit_leaves_nothing_frozen(make_net, make_task):
 # ---- statistics in float16, and again where that is not enough -------------------------------------------------------
 
 
-def trained(net, task, scale=1.0):
-    """A task whose training is over, but for the end of it; the first convolution's outputs grow by `scale`."""
-    settings = TrainSettings(epochs=5, batch_size=8, precision="bf16", device="cpu")
-    fitting = TaskFit(net, task, METHODS["confit"], settings, Listener())
-    with torch.no_grad():
-        net.backbone[0].weight.mul_(scale)
-    return fitting
+@pytest.fixture
+def ends(make_fit, make_method, make_net, make_task):
+    """A network whose training is over, but for the end of it, which is done as on a `device`; and in which precision.
+
+    The first convolution's outputs grow by `scale`.
+    """
+
+    def ends(device, precision, scale=1.0):
+        method, task, kinds = make_method("confit", statistics="pass"), make_task("dark"), []
+        settings = TrainSettings(epochs=5, batch_size=8, precision=precision, device="cpu")
+        net = make_net(method)
+        fitting = make_fit(net, task, method, settings)
+        fitting.device = torch.device(device)  # asked for how to measure; nothing is computed there
+        fitting._batches = lambda order: batches(task.train, 8, torch.device("cpu"), order)
+        net.backbone[0].register_forward_hook(lambda module, args, out: kinds.append(out.dtype))
+        with torch.no_grad():
+            net.backbone[0].weight.mul_(scale)
+        fitting._finish()
+        return net, list(dict.fromkeys(kinds))
+
+    return ends
 
 
-def test_a_pass_in_float16_is_nearer_to_float32_and_has_an_end(make_net, make_task):
+def test_a_pass_in_float16_is_nearer_to_float32_than_one_in_bfloat16(ends):
     means = {}
-    for kind, half, precision in (("exact", False, "fp32"), ("bfloat16", False, "bf16"), ("float16", True, "bf16")):
-        net, kinds = make_net("xconv", statistics="pass"), set()
-        net.backbone[0].register_forward_hook(lambda module, args, out, kinds=kinds: kinds.add(out.dtype))
-        fitting = trained(net, make_task("dark"))
-        settings = fitting.settings.model_copy(update={"precision": precision})
-        fitting.settings, fitting.step = settings, dataclasses.replace(fitting.step, settings=settings)
-        fitting._finish_in(half)
-        assert kinds == {{"exact": torch.float32}.get(kind) or getattr(torch, kind)}
+    for device, precision, kind in (
+        ("cuda", "fp32", torch.float32),
+        ("cpu", "bf16", torch.bfloat16),
+        ("cuda", "bf16", torch.float16),
+    ):
+        net, kinds = ends(device, precision)
+        assert kinds == [kind]
+        assert net.tasks["dark"].finished
         means[kind] = net.task_state_dict("dark")["6.input_means"]
-    errors = {kind: (mean - means["exact"]).abs().max().item() for kind, mean in means.items()}
-    assert 0 < errors["float16"] < 0.5 * errors["bfloat16"]
-    net = make_net("xconv", statistics="pass")
-    fitting = trained(net, make_task("dark"), 1e5)
-    with pytest.raises(InfiniteError):
-        fitting._finish_in(half=True)
-    assert not net.tasks["dark"].finished
-    fitting._finish_in(half=False)
+    errors = {kind: (mean - means[torch.float32]).abs().max().item() for kind, mean in means.items()}
+    assert 0 < errors[torch.float16] < 0.5 * errors[torch.bfloat16]
+
+
+def test_statistics_that_float16_cannot_hold_are_measured_in_bfloat16(ends):
+    net, kinds = ends("cuda", "bf16", scale=1e5)
+    assert kinds == [torch.float16, torch.bfloat16]
     assert net.tasks["dark"].finished
     assert net.tasks["dark"].row.isfinite().all()
+    assert [fact[2] for fact in net.tasks["dark"].facts.values()] == [6, 6, 6]  # of the second pass alone
 
 
-@pytest.mark.parametrize(
-    ("device", "precision", "infinite", "passes"),
-    [
-        ("cuda", "auto", {True}, [True, False]),
-        ("cuda", "auto", set(), [True]),
-        ("cuda", "fp32", set(), [False]),
-        ("cpu", "bf16", set(), [False]),
-        ("cuda", "auto", {True, False}, [True, False]),
-        ("cpu", "auto", {False}, [False]),
-    ],
-)
-def test_the_end_of_a_task_is_measured_again_where_float16_was_too_small(
-    make_net, make_task, monkeypatch, device, precision, infinite, passes
-):
-    net, seen = make_net("xconv", statistics="pass"), []
-    settings = TrainSettings(epochs=5, batch_size=8, precision=precision, device="cpu")
-    fitting = TaskFit(net, make_task("dark"), METHODS["confit"], settings, Listener())
-    fitting.device = torch.device(device)  # asked for how to measure; nothing is computed there
-
-    def finish_in(half):
-        seen.append(half)
-        if half in infinite:
-            raise InfiniteError("too large")
-
-    monkeypatch.setattr(fitting, "_finish_in", finish_in)
-    if False in infinite:
-        with pytest.raises(InfiniteError, match="too large"):
-            fitting._finish()
-    else:
-        fitting._finish()
-    assert seen == passes
+@pytest.mark.parametrize(("device", "precision"), [("cuda", "bf16"), ("cpu", "fp32")])
+def test_statistics_that_nothing_can_hold_are_an_error(ends, device, precision):
+    with pytest.raises(DivergedError, match="statistics of task 'dark' are not finite"):
+        ends(device, precision, scale=1e38)
 
 
-def test_weights_that_no_pass_can_follow_end_a_fit_with_a_message(make_net, make_task):
+def test_weights_that_no_pass_can_follow_end_a_fit_with_a_message(make_method, make_net, make_task):
     """The last step may do it: no later loss tells."""
 
-    class Grows(Penalty):
+    class Grows(Method):
         def end_task(self, context):
             with torch.no_grad():
                 context.net.backbone[0].weight.mul_(1e38)
 
-    net = make_net("xconv", statistics="pass")
-    method = dataclasses.replace(METHODS["confit"], penalties=(Grows(),))
-    with pytest.raises(InfiniteError, match="statistics of task 'dark' are not finite"):
+    method = make_method("confit", Grows(), statistics="pass")
+    net = make_net(method)
+    with pytest.raises(DivergedError, match="statistics of task 'dark' are not finite"):
         fit(net, make_task("dark"), method, TrainSettings(epochs=5, batch_size=8, device="cpu"))
     assert not net.tasks["dark"].finished
 
@@ -371,40 +369,32 @@ class ReadLate(TaskFit):
             super().report(all_but)
 
 
-@pytest.mark.parametrize("statistics", ["running", "pass"])
-@pytest.mark.parametrize("method", ["confit", "best"])
-def test_a_task_that_diverged_is_not_finished_though_its_end_was_launched(make_net, make_task, method, statistics):
-    method = create_method(method, {"probe": {"most": 0}} if method == "best" else {})
-    net, events = make_net("xconv", **{**method.network, "statistics": statistics}), Events()
-    settings = TrainSettings(epochs=5, batch_size=8, lr=1e38, weight_decay=1e10, device="cpu")
-    fitting = ReadLate(net, make_task("dark"), method, settings, events)
+LATE = [("confit", {"statistics": "running"}), ("confit", {"statistics": "pass"}), ("bn-only", {}), ("best", {})]
+NEVER = {"best": {"most": 0}}  # settles
+
+
+@pytest.mark.parametrize(("name", "xconv"), LATE)
+def test_a_task_that_diverged_is_not_finished_though_its_end_was_launched(
+    make_fit, make_method, make_net, make_task, name, xconv
+):
+    method = make_method(name, options=NEVER, **xconv)
+    net = make_net(method)
+    settings = TrainSettings(epochs=5, batch_size=8, lr=1e37, weight_decay=1e10, device="cpu")
+    fitting = make_fit(net, make_task("dark"), method, settings, kind=ReadLate)
     with pytest.raises(DivergedError, match=r"task 'dark' became .* in epoch \d"):
-        fitting.run()
+        fitting.fit()
     assert not net.tasks["dark"].finished
 
 
-@pytest.mark.parametrize("method", ["confit", "best"])
-def test_reading_late_changes_nothing(make_net, make_task, method):
-    method = create_method(method, {"probe": {"most": 0}} if method == "best" else {})
+@pytest.mark.parametrize(("name", "xconv"), LATE)
+def test_reading_late_changes_nothing(make_fit, make_method, make_net, make_task, name, xconv):
     hashes, ends = set(), []
     for kind in (TaskFit, ReadLate):
-        net, events = make_net("xconv", **method.network), Events()
-        kind(net, make_task("dark"), method, TrainSettings(epochs=5, batch_size=8, lr=0.01, device="cpu"), events).run()
+        method, events = make_method(name, options=NEVER, **xconv), Events()
+        net, settings = make_net(method), TrainSettings(epochs=5, batch_size=8, lr=0.01, device="cpu")
+        make_fit(net, make_task("dark"), method, settings, events, kind=kind).fit()
         hashes.add(network_sha256(net))
         ends.append([(end.epoch, end.loss) for end in events.ends])
     assert len(hashes) == 1
     assert ends[0] == ends[1]
     assert len(ends[0]) == 5
-
-
-def test_a_network_that_is_in_place_is_not_moved(make_net):
-    net, device = make_net("xconv"), torch.device("cpu")
-    moves, apply = [], net._apply
-    net._apply = lambda *args, **options: (moves.append(1), apply(*args, **options))[1]
-    place_network(net, device)
-    assert moves  # into another memory format
-    weight = net.backbone[0].weight
-    assert weight.is_contiguous(memory_format=torch.channels_last)
-    moves.clear()
-    place_network(net, device)
-    assert not moves

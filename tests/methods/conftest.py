@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from confitune.engine import Listener, SequenceRun, TaskFit, TrainSettings
-from confitune.methods import METHODS, Method, Penalty, create_method
-from confitune.nn import ContinualNet
+from confitune.engine import Executor, SequenceRun, TaskFit, TrainSettings
+from confitune.methods import METHODS, Method, create_method
 from confitune.tasks import Images, Preprocess, Task, TaskSequence
 
 PREPROCESS = Preprocess((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
@@ -24,11 +23,11 @@ class LinearModel:
             torch.manual_seed(start)
             conv = nn.Conv2d(3, features, 1)
         backbone = nn.Sequential(conv, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.net = ContinualNet(backbone.double(), norm="shared")
+        self.net = Method().network(backbone.double())
 
     def arrays(self):
         """W, b, V and c."""
-        conv, head = self.net.backbone[0], self.net.head
+        conv, head = self.net.backbone[0], self.net.head.linear
         tensors = (conv.weight[:, :, 0, 0], conv.bias, head.weight, head.bias)
         return [tensor.detach().numpy().copy() for tensor in tensors]
 
@@ -47,9 +46,10 @@ def softmax(z):
     return e / e.sum(1, keepdims=True)
 
 
-def colours(task):
-    """The mean colour of every training image, in stored order."""
-    return task.train.pixels[task.train.rows].mean((2, 3)).numpy()
+def colours(context):
+    """The mean colour and the label of every training image, in the order in which importance is measured."""
+    inputs, labels = zip(*context.batches(20), strict=True)
+    return torch.cat(inputs).mean((2, 3)).numpy(), torch.cat(labels).numpy()
 
 
 def _float_task(name="colours", images=47, classes=3, *, seed=0, spread=1.0):
@@ -62,8 +62,8 @@ def _float_task(name="colours", images=47, classes=3, *, seed=0, spread=1.0):
     return Task(name, tuple(f"{name}-{k}" for k in range(classes)), split, split, PREPROCESS)
 
 
-def _net(norm="shared", *, weights_seed=0, dropout=0.0, **options):
-    """Two conv-BN-ReLU blocks whose batch norms look pre-trained; `options` are ContinualNet's."""
+def _backbone(weights_seed=0, dropout=0.0):
+    """Two conv-BN-ReLU blocks whose batch norms look pre-trained."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(weights_seed)
         backbone = nn.Sequential(
@@ -84,7 +84,12 @@ def _net(norm="shared", *, weights_seed=0, dropout=0.0, **options):
                 module.running_mean.normal_(0, 0.3)
                 module.running_var.uniform_(0.5, 2)
                 module.num_batches_tracked.fill_(7)
-    return ContinualNet(backbone, norm=norm, **options)
+    return backbone
+
+
+def _net(method="finetune", options=None, **of_backbone):
+    """What a method, by name or not, trains."""
+    return _create(method, options).network(_backbone(**of_backbone))
 
 
 def _task(name, train=(10, 9, 8), *, base=60, step=60, seed=0):
@@ -113,58 +118,44 @@ def _settings(**options):
     return TrainSettings(**{"epochs": 3, "batch_size": 8, "lr": 0.05, "device": "cpu", **options})
 
 
-def _create(method, options=None):
-    """By name; with so large a learning rate the pull of EWC must be weaker than the paper's."""
-    if not isinstance(method, str):
-        return method
-    options = options or {}
-    return create_method(method, {**options, "ewc": {"strength": 300, **options.get("ewc", {})}})
+def _create(method, options=None, hooks=()):
+    """By name, with hooks that take part in its steps."""
+    method = create_method(method, options) if isinstance(method, str) else method
+    method.added += tuple(hooks)
+    return method
 
 
-def _run(method, options=None, *, listeners=(), folder=None, net=None, tasks=TASKS, of_net=None, **settings):
+def _run(method, options=None, *, listeners=(), folder=None, net=None, tasks=TASKS, hooks=(), dropout=0.0, **settings):
     """A run of a method on three tiny tasks of 3, 2 and 4 classes, with a checkpoint after every epoch."""
-    method = _create(method, options)
-    net = net or _net(method.norm, **method.network, **(of_net or {}))
+    method = _create(method, options, hooks)
+    net = net or method.network(_backbone(dropout=dropout))
     sequence = TaskSequence("tiny", "own", tuple(tasks))
     return SequenceRun(
         net, sequence, method, _settings(**settings), folder=folder, listeners=listeners, checkpoint_seconds=0
     )
 
 
-class _Stop(Exception):
-    pass
-
-
-class _Catch(Penalty):
-    def begin_task(self, context):
-        self.context = context
-        raise _Stop
+def _fit(net, task, method="finetune", index=-1, **settings):
+    """A task that is about to be trained."""
+    return TaskFit(Executor(net, _settings(**settings)), task, _create(method), index)
 
 
 def _context(net, task, index=-1, **settings):
-    """What penalties get of a task that is about to be trained."""
-    catch = _Catch()
-    method = next(method for method in METHODS.values() if method.norm == net.norm and not method.separate)
-    method = Method(method.name, method.schedule, method.norm, "", penalties=(catch,))
-    with pytest.raises(_Stop):
-        TaskFit(net, task, method, _settings(**settings), Listener(), index).run()
-    return catch.context
+    """What methods get of a task that is about to be trained, on a network of any parts."""
+    names = [name for name in METHODS if [part.kind for part in create_method(name).parts()] == net.kinds]
+    return _fit(net, task, names[0], index, **settings)
 
 
-class Steps(Penalty):
+class Steps(Method):
     """Changes nothing and keeps what a network is trained on, step by step."""
 
-    def __init__(self, net):
+    def __init__(self):
         super().__init__()
         self.inputs, self.labels = [], []
-        net.backbone.register_forward_pre_hook(self._see)
 
-    def _see(self, module, args):
-        if module.training:
-            self.inputs.append(args[0].detach().clone())
-
-    def output_loss(self, logits, labels):
-        self.labels.append(labels.clone())
+    def loss(self, step):
+        self.inputs.append(step.inputs.detach().clone())
+        self.labels.append(step.labels.clone())
 
 
 def _by_hand(model, steps, lr, extra_loss):
@@ -197,7 +188,7 @@ def _same(found, expected, where=""):
     """Equal to the bit, through dicts and lists."""
     assert type(found) is type(expected), where
     if isinstance(expected, dict):
-        assert list(found) == list(expected), where
+        assert found.keys() == expected.keys(), where
         for key in expected:
             _same(found[key], expected[key], f"{where}/{key}")
     elif isinstance(expected, (list, tuple)):
@@ -248,6 +239,11 @@ def make_settings():
 @pytest.fixture
 def make_run():
     return _run
+
+
+@pytest.fixture
+def make_fit():
+    return _fit
 
 
 @pytest.fixture

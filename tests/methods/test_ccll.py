@@ -1,6 +1,5 @@
 """CCLL: small convolutions per task that leave everything older to the bit as it was; the linear probe beside it."""
 
-import copy
 import math
 
 import numpy as np
@@ -9,10 +8,9 @@ import torch
 from torch import nn
 
 from confitune.engine import Listener, TrainSettings
-from confitune.errors import ConfituneError
 from confitune.methods import create_method
-from confitune.nn import ContinualNet, build_model
-from confitune.nn.calibration import Calibration
+from confitune.nn import build_model
+from confitune.nn.parts.calibrations import Calibration
 
 
 class Logits(Listener):
@@ -26,7 +24,7 @@ class Logits(Listener):
         return run
 
     def task_started(self, task, name, first_epoch):
-        self.starts.append(copy.deepcopy(self.run.net.backbone.state_dict()))
+        self.starts.append(self.run.net.task_state_dict(name))
 
     def task_ended(self, task, accuracies):
         net = self.run.net
@@ -37,7 +35,7 @@ class Logits(Listener):
                 [net(t.preprocess(t.test.pixels[t.test.rows]), t.name).clone() for t in self.tasks[: task + 1]]
             )
         net.train(was_training)
-        self.convs.append([p.detach().clone() for p in net.conv_parameters()])
+        self.convs.append([p.detach().clone() for p in net.groups()["weights"]])
 
 
 @pytest.fixture
@@ -82,19 +80,19 @@ def test_the_identity_start_is_the_pre_trained_network_to_the_bit(make_net, seed
     x = torch.randn(9, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     found = []
     for start in ("identity", "random"):
-        net = make_net("calibrated", weights_seed=seed, start=start)
+        net = make_net("ccll", {"ccll": {"start": start}}, weights_seed=seed)
         net.add_task("one", 3, torch.Generator().manual_seed(0))
         with torch.no_grad():
             found.append(net.eval().backbone(x))
     with torch.no_grad():
-        pretrained = make_net("shared", weights_seed=seed).eval().backbone(x)
+        pretrained = make_net("finetune", weights_seed=seed).eval().backbone(x)
     assert torch.equal(found[0], pretrained)
     assert not torch.allclose(found[1], pretrained, atol=1e-2)
 
 
 def test_in_training_mode_the_identity_start_is_the_network_in_training_mode(make_net):
     x = torch.randn(9, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    plain, identity = make_net("shared"), make_net("calibrated", start="identity")
+    plain, identity = make_net("finetune"), make_net("ccll", {"ccll": {"start": "identity"}})
     identity.add_task("one", 3)
     with torch.no_grad():
         assert torch.equal(identity.train().backbone(x), plain.train().backbone(x))
@@ -148,26 +146,27 @@ def test_groups_are_of_four_channels_or_as_many_as_fit(channels, size):
 
 
 def test_the_3x3_calibrations_of_resnet18_have_172800_numbers():
-    net = ContinualNet(build_model("resnet18"), norm="calibrated")
+    net = create_method("ccll").network(build_model("resnet18"))
     parts = {"spatial.weight": 0, "gate.weight": 0, "gate.bias": 0}
-    for name, parameter in net.backbone.named_parameters():
+    for name, parameter in net.parts["calibrations"].live(False).items():
         for part in parts:
             if name.endswith(f"calibration.{part}"):
                 parts[part] += parameter.numel()
     assert parts == {"spatial.weight": 172_800, "gate.weight": 19_200, "gate.bias": 4_800}
     # ... with four numbers a channel of batch norm on top, all of it the task's own:
-    assert net.numbers_per_task == 172_800 + 19_200 + 4_800 + 4 * 4_800
-    assert sum(p.numel() for p in net.calibration_parameters()) == 172_800 + 24_000
+    net.add_task("one", 3)
+    assert net.storage()["one"].beside_head == 172_800 + 19_200 + 4_800 + 4 * 4_800
+    assert sum(p.numel() for p in net.groups()["calibrations"]) == 172_800 + 24_000
 
 
 def calibrations(net):
-    return torch.cat([p.detach().reshape(-1) for p in net.calibration_parameters()])
+    return torch.cat([p.detach().reshape(-1) for p in net.groups()["calibrations"]])
 
 
 def test_the_random_start_is_drawn_from_the_generator(make_net):
     found = []
     for seed in (5, 5, 6):
-        net = make_net("calibrated")
+        net = make_net("ccll")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(len(found))  # which must not matter
             net.add_task("one", 3, torch.Generator().manual_seed(seed))
@@ -210,7 +209,7 @@ def test_the_random_start_knows_smaller_groups(channels):
 
 
 def test_a_loaded_network_starts_tasks_from_the_same_batch_norm(make_net):
-    net, other = make_net("calibrated"), make_net("calibrated", weights_seed=1)
+    net, other = make_net("ccll"), make_net("ccll", weights_seed=1)
     net.add_task("one", 2)
     net.finish_task()
     other.load_state_dict(net.state_dict())
@@ -221,7 +220,7 @@ def test_a_loaded_network_starts_tasks_from_the_same_batch_norm(make_net):
 
 
 def test_the_first_tasks_base_is_trained_in_the_first_task_only(watched, make_net):
-    before = [p.detach() for p in make_net("calibrated").conv_parameters()]
+    before = [p.detach() for p in make_net("ccll").groups()["weights"]]
     run, look = watched("ccll", {"ccll": {"base": "first-task"}})
     run.run()
     assert all(not torch.equal(old, new) for old, new in zip(before, look.convs[0], strict=True))
@@ -230,7 +229,7 @@ def test_the_first_tasks_base_is_trained_in_the_first_task_only(watched, make_ne
 
 
 def test_the_pre_trained_base_is_never_trained(watched, make_net):
-    before = [p.detach() for p in make_net("calibrated").conv_parameters()]
+    before = [p.detach() for p in make_net("ccll").groups()["weights"]]
     run, look = watched("ccll")
     run.run()
     for later in look.convs:
@@ -240,9 +239,9 @@ def test_the_pre_trained_base_is_never_trained(watched, make_net):
 def test_every_task_starts_from_the_pre_trained_batch_norm(watched, make_net):
     run, look = watched("ccll", {"ccll": {"start": "identity"}})
     run.run()
-    pretrained = make_net("shared").backbone.state_dict()
-    keys = [key for key in pretrained if key.split(".")[0] in ("1", "4")]
-    assert len(keys) == 10
+    pretrained = make_net("finetune").backbone.state_dict()
+    keys = [key for key in pretrained if key.split(".")[0] in ("1", "4") and "num_batches" not in key]
+    assert len(keys) == 8
     for start in look.starts:
         for key in keys:
             assert torch.equal(start[key], pretrained[key]), key
@@ -258,26 +257,14 @@ def test_its_paper_trains_150_epochs_and_divides_the_rate_at_50_100_and_125():
     assert [settings.lr_factor(epoch) for epoch in range(150)] == pytest.approx(expected)
 
 
-def test_its_options_reach_network_and_schedule():
-    default, chosen = (
-        create_method("ccll"),
-        create_method("ccll", {"ccll": {"start": "identity", "base": "first-task"}}),
-    )
-    assert default.network == {"start": "random"}
-    assert chosen.network == {"start": "identity"}
-    assert (default.chosen, chosen.chosen) == (
-        {"start": "random", "base": "pretrained"},
-        {"start": "identity", "base": "first-task"},
-    )
-    trained = {"head", "norm", "calibration"}
+def test_its_options_reach_parts_and_stages():
+    default = create_method("ccll")
+    chosen = create_method("ccll", {"ccll": {"start": "identity", "base": "first-task"}})
+    assert [method.parts()[1].kind for method in (default, chosen)] == [
+        "Calibrations(random)",
+        "Calibrations(identity)",
+    ]
+    trained = {"head", "norms", "calibrations"}
     assert [stage.trains for index in (0, 1) for stage in default.stages(7, index)] == [trained, trained]
-    assert [stage.trains for index in (0, 1) for stage in chosen.stages(7, index)] == [{*trained, "conv"}, trained]
+    assert [stage.trains for index in (0, 1) for stage in chosen.stages(7, index)] == [{*trained, "weights"}, trained]
     assert [stage.epochs for index in (0, 1) for stage in chosen.stages(7, index)] == [7, 7]
-
-
-@pytest.mark.parametrize(
-    ("options", "named"), [({"start": "zero"}, "start"), ({"width": 3}, "width"), ({"base": 1}, "base")]
-)
-def test_wrong_options_are_named(options, named):
-    with pytest.raises(ConfituneError, match=rf"(?s)options of ccll.*{named}"):
-        create_method("ccll", {"ccll": options})

@@ -1,16 +1,13 @@
 """EWC: the Fisher information against its closed form on a linear model, and how tasks are merged."""
 
 import copy
-import dataclasses
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from confitune.engine import Listener, TaskFit
 from confitune.errors import ConfituneError
-from confitune.methods import create_method, shared_parameters
 from confitune.methods.ewc import EWC
 
 CLOSE = {"rtol": 2e-5, "atol": 1e-9}  # the loss is taken in float32
@@ -18,15 +15,15 @@ CLOSE = {"rtol": 2e-5, "atol": 1e-9}  # the loss is taken in float32
 
 def measured(net, context, **options):
     """The importance that a first task leaves."""
-    penalty = EWC(**options)
-    penalty.attach(net)
-    penalty.end_task(context)
-    return penalty
+    ewc = EWC(**options)
+    ewc.attach(net, context.index)
+    ewc.end_task(context)
+    return ewc
 
 
-def assert_importance(penalty, expected, **tolerance):
-    assert list(penalty.weight) == list(expected)
-    for name, tensor in penalty.weight.items():
+def assert_importance(ewc, expected, **tolerance):
+    assert list(ewc.fisher) == list(expected)
+    for name, tensor in ewc.fisher.items():
         np.testing.assert_allclose(tensor.numpy(), expected[name], **(tolerance or CLOSE))
 
 
@@ -36,12 +33,12 @@ def one_hot(labels, classes):
 
 @pytest.fixture
 def case(linear_model, float_task, context_of, image_colours):
-    """A linear model, the context of its task, and the mean colours and labels of the images."""
+    """A linear model, the context of its task, and the mean colours and labels of the images as they come."""
 
     def make(images=47, classes=3, index=-1, name="colours"):
-        model, task = linear_model(), float_task(name, images, classes)
-        context = context_of(model.net, task, index)
-        return model, context, image_colours(task), task.train.labels.numpy()
+        model = linear_model()
+        context = context_of(model.net, float_task(name, images, classes), index)
+        return model, context, *image_colours(context)
 
     return make
 
@@ -104,7 +101,7 @@ def test_the_sampled_fisher_is_that_of_the_labels_it_draws(case, numpy_softmax):
     assert_importance(measured(model.net, context, fisher="sampled"), expected)
     # ... again, to the bit:
     first, second = (measured(model.net, context, fisher="sampled") for _ in range(2))
-    assert all(torch.equal(first.weight[name], second.weight[name]) for name in first.weight)
+    assert all(torch.equal(first.fisher[name], second.fisher[name]) for name in first.fisher)
 
 
 def test_the_sampled_fisher_tends_to_the_exact_one(case, numpy_softmax):
@@ -114,15 +111,15 @@ def test_the_sampled_fisher_tends_to_the_exact_one(case, numpy_softmax):
         measured(model.net, context, fisher=estimator) for estimator in ("exact", "sampled", "empirical")
     )
     far = 0.0
-    for name in exact.weight:
+    for name in exact.fisher:
         squares = np.stack([model.shared_gradients(x, p - one_hot([c] * len(x), 3))[name] ** 2 for c in range(3)], 1)
         mean = np.einsum("nk,nk...->n...", p, squares)
         variance = (np.einsum("nk,nk...->n...", p, squares**2) - mean**2).mean(0)
         error = (variance / len(x)) ** 0.5
-        expected = exact.weight[name].numpy()
-        assert (np.abs(sampled.weight[name].numpy() - expected) < 4.5 * error).all()
-        assert (np.abs(sampled.weight[name].numpy() - expected) > 1e-3 * error).any()
-        far = max(far, (np.abs(empirical.weight[name].numpy() - expected) / error).max())
+        expected = exact.fisher[name].numpy()
+        assert (np.abs(sampled.fisher[name].numpy() - expected) < 4.5 * error).all()
+        assert (np.abs(sampled.fisher[name].numpy() - expected) > 1e-3 * error).any()
+        far = max(far, (np.abs(empirical.fisher[name].numpy() - expected) / error).max())
     assert far > 10  # true labels are something else
 
 
@@ -131,67 +128,68 @@ def test_the_draw_differs_from_task_to_task_and_from_seed_to_seed(linear_model, 
     for index, seed in ((0, 0), (1, 0), (0, 1)):
         model = linear_model()
         context = context_of(model.net, task, index, seed=seed)
-        penalty = EWC(fisher="sampled")
-        penalty.attach(model.net)
+        ewc = EWC(fisher="sampled")
+        ewc.attach(model.net, index)
         with torch.no_grad():
-            model.net.head.weight.fill_(0.5)
-            model.net.head.weight[0] = -0.5
-            model.net.head.bias.zero_()
-        penalty.end_task(context)
-        found.append(penalty.weight["0.bias"] * (index + 1))
+            model.net.head.linear.weight.fill_(0.5)
+            model.net.head.linear.weight[0] = -0.5
+            model.net.head.linear.bias.zero_()
+        ewc.end_task(context)
+        found.append(ewc.fisher["0.bias"] * (index + 1))
     assert not torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
 
 
 def test_tasks_are_averaged(linear_model, float_task, context_of, image_colours, numpy_softmax):
     """(F_new + t * F_old) / (t + 1) with t from 0 is the mean over all tasks."""
-    model, penalty, each = linear_model(), EWC(), []
+    model, ewc, each = linear_model(), EWC(), []
     for index, (images, classes) in enumerate([(47, 3), (25, 2), (33, 4)]):
         task = float_task(f"task{index}", images, classes)
         context = context_of(model.net, task)
         assert context.index == index
         with torch.no_grad():
-            for parameter in shared_parameters(model.net).values():
+            for parameter in model.net.shared_parameters().values():
                 parameter += 0.1 * (index + 1)
-        penalty.attach(model.net)
-        penalty.end_task(context)
-        each.append(batch_fisher(model, image_colours(task), task.train.labels.numpy(), numpy_softmax))
-        assert_importance(penalty, {name: np.mean([f[name] for f in each], 0) for name in each[0]})
-        for name, parameter in shared_parameters(model.net).items():
-            assert torch.equal(penalty.anchor[name], parameter)
+        ewc.attach(model.net, index)
+        ewc.end_task(context)
+        each.append(batch_fisher(model, *image_colours(context), numpy_softmax))
+        assert_importance(ewc, {name: np.mean([f[name] for f in each], 0) for name in each[0]})
+        for name, parameter in model.net.shared_parameters().items():
+            assert torch.equal(ewc.anchor[name], parameter)
 
 
 def test_the_pull_is_lambda_times_fisher_times_distance(case):
     model, context, _, _ = case()
-    penalty = measured(model.net, context, strength=300)
+    ewc = measured(model.net, context, strength=300)
+    ewc.attach(model.net, 1)
     moved = {}
-    for name, parameter in shared_parameters(model.net).items():
+    for name, parameter in model.net.shared_parameters().items():
         moved[name] = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1), dtype=parameter.dtype)
         with torch.no_grad():
             parameter += moved[name]
         parameter.grad = torch.full_like(parameter, 0.25)
-    penalty.add_gradients(model.net)
-    for name, parameter in shared_parameters(model.net).items():
-        expected = 0.25 + 300 * penalty.weight[name] * moved[name]
+    ewc.add_gradients(model.net)
+    for name, parameter in model.net.shared_parameters().items():
+        expected = 0.25 + 300 * ewc.fisher[name] * moved[name]
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_before_the_first_task_is_learned_there_is_no_pull(case):
     model, _, _, _ = case()
-    penalty = EWC()
-    penalty.attach(model.net)
-    for tensor in penalty.weight.values():
+    ewc = EWC()
+    ewc.attach(model.net, 0)
+    for tensor in ewc.fisher.values():
         tensor.fill_(1)  # even with what another run left
-    for parameter in shared_parameters(model.net).values():
+    for parameter in model.net.shared_parameters().values():
         parameter.grad = torch.full_like(parameter, 0.25)
-    penalty.add_gradients(model.net)
-    assert all((parameter.grad == 0.25).all() for parameter in shared_parameters(model.net).values())
+    ewc.add_gradients(model.net)
+    assert all((parameter.grad == 0.25).all() for parameter in model.net.shared_parameters().values())
 
 
 def training_mode_fisher(net, context):
     """On a copy in training mode, batch norm moving as it does."""
     twin = copy.deepcopy(net).train()
-    parameters = shared_parameters(twin)
+    parameters = twin.shared_parameters()
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for x, labels in context.batches(20):
         loss = cross_entropy(twin.head(twin.backbone(x)), labels)
@@ -200,17 +198,17 @@ def training_mode_fisher(net, context):
     return total
 
 
-@pytest.mark.parametrize("norm", ["shared", "xconv"])
-def test_training_mode_measures_a_copy(make_net, tasks, context_of, snapshot, assert_same, norm):
-    net = make_net(norm)
+@pytest.mark.parametrize("base", ["finetune", "finetune-xconv"])
+def test_training_mode_measures_a_copy(make_net, tasks, context_of, snapshot, assert_same, base):
+    net = make_net(base)
     context = context_of(net, tasks[0])
     expected, before = training_mode_fisher(net, context), snapshot(net)
     found = measured(net, context, mode="train")
     assert_same(snapshot(net), before)
     evaluated = measured(net, context)
-    for name, tensor in found.weight.items():
+    for name, tensor in found.fisher.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-9)
-    assert (found.weight["0.weight"] - evaluated.weight["0.weight"]).abs().max() > 1e-4
+    assert (found.fisher["0.weight"] - evaluated.fisher["0.weight"]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("estimator", ["exact", "sampled", "empirical"])
@@ -222,7 +220,7 @@ def test_gradients_of_single_images_need_evaluation_mode(case, estimator):
 
 @pytest.mark.parametrize("options", [{}, {"fisher": "exact"}, {"fisher": "sampled"}, {"fisher": "empirical"}])
 def test_batch_norm_is_in_evaluation_mode_while_measuring(make_net, tasks, context_of, options):
-    net, seen = make_net("shared"), []
+    net, seen = make_net("finetune"), []
     context = context_of(net, tasks[0])
     net.backbone[1].register_forward_hook(lambda module, args, output: seen.append(module.training))
     net.train()
@@ -232,28 +230,26 @@ def test_batch_norm_is_in_evaluation_mode_while_measuring(make_net, tasks, conte
 
 
 def test_a_whole_run_adds_the_term_to_the_loss(
-    linear_model, float_task, make_settings, record_steps, train_by_hand, numpy_softmax, image_colours
+    linear_model, float_task, make_method, make_fit, record_steps, train_by_hand, numpy_softmax, image_colours
 ):
     """Two tasks: training with the term in the loss, by autograd and a Fisher by hand, ends at the same weights."""
-    model, twin = linear_model(), linear_model()
-    first, second = float_task("first"), float_task("second", 30, 2)
-    settings = make_settings(epochs=2, lr=0.1)
-    method = create_method("ewc", {"ewc": {"strength": 20}})
+    model, twin, steps = linear_model(), linear_model(), record_steps()
+    method = make_method("ewc", {"ewc": {"strength": 20}}, [steps])
 
     def recorded(task):
-        """The steps of a task that the model learns, and the head it starts from."""
-        steps = record_steps(model.net)
-        with_steps = dataclasses.replace(method, penalties=(*method.penalties, steps))
-        fitting = TaskFit(model.net, task, with_steps, settings, Listener())
-        head = copy.deepcopy(model.net.head)
-        fitting.run()
-        return steps, head
+        """A task that the model learns, and the head it starts from."""
+        steps.inputs.clear()
+        steps.labels.clear()
+        fitting = make_fit(model.net, task, method, epochs=2, lr=0.1)
+        head = copy.deepcopy(model.net.head.linear)
+        fitting.fit()
+        return fitting, head
 
-    steps, head = recorded(first)
+    context, head = recorded(float_task("first"))
     train_by_hand(torch.nn.Sequential(twin.net.backbone, head), steps, 0.1, lambda backbone, logits: 0.0)
     twin.net.add_task("first", 3)
-    twin.net.head.load_state_dict(head.state_dict())
-    fisher = batch_fisher(twin, image_colours(first), first.train.labels.numpy(), numpy_softmax)
+    twin.net.head.linear.load_state_dict(head.state_dict())
+    fisher = batch_fisher(twin, *image_colours(context), numpy_softmax)
     start = {name: p.detach().clone() for name, p in twin.net.backbone.named_parameters()}
 
     def pull(backbone, logits):
@@ -262,7 +258,7 @@ def test_a_whole_run_adds_the_term_to_the_loss(
         ]
         return 20 / 2 * sum(terms)
 
-    steps, head = recorded(second)
+    _, head = recorded(float_task("second", 30, 2))
     train_by_hand(torch.nn.Sequential(twin.net.backbone, head), steps, 0.1, pull)
     for mine, other in zip(model.net.backbone.parameters(), twin.net.backbone.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)

@@ -20,11 +20,9 @@ CASES = {
     "ewc+cpr": ("ewc+cpr", {}, {}),
     "confit+mas": ("confit+mas", {}, {"epochs": 5}),
     "confit+si+afec alternating": ("confit+si+afec", {"afec": {"form": "alternating"}}, {"epochs": 5}),
-    "confit+rwalk": ("confit+rwalk", {"rwalk": {"strength": 1}}, {"epochs": 5, "of_net": {"dropout": 0.3}}),
+    "confit+rwalk": ("confit+rwalk", {"rwalk": {"strength": 1}}, {"epochs": 5, "dropout": 0.3}),
     "task-bn+ewc": ("task-bn+ewc", {}, {}),
-    "mas-afec with dropout": ("mas-afec", {}, {"of_net": {"dropout": 0.3}}),
-    "confit+averaging": ("confit+averaging", {"averaging": {"share": 0.4}}, {"epochs": 5}),
-    "confit+conv-step, ratio": ("confit+conv-step", {}, {"epochs": 5, "of_net": {"variance": "ratio"}}),
+    "mas-afec with dropout": ("mas-afec", {}, {"dropout": 0.3}),
     "ccll": ("ccll", {}, {"lr_schedule": "step"}),
     "ccll identity first-task": ("ccll", {"ccll": {"start": "identity", "base": "first-task"}}, {}),
 }
@@ -58,7 +56,7 @@ class Starts(Listener):
 
 
 def states(run):
-    return copy.deepcopy([penalty.state_dict() for penalty in run.method.penalties])
+    return copy.deepcopy([hook.state_dict() for hook in run.method.hooks])
 
 
 @pytest.mark.parametrize(("method", "options", "settings"), CASES.values(), ids=CASES)
@@ -88,9 +86,9 @@ def test_without_its_state_a_resumed_run_would_differ(make_run, tmp_path, method
     with pytest.raises(Killed):
         make_run(method, folder=tmp_path, listeners=(Killer(1, 2),)).run()
     run = make_run(method, folder=tmp_path)
-    fresh = make_run(method).method.penalties
-    for penalty, empty in zip(run.method.penalties, fresh, strict=True):
-        penalty.load_state_dict = lambda state, empty=empty, mine=penalty: type(mine).load_state_dict(
+    fresh = make_run(method).method.hooks
+    for hook, empty in zip(run.method.hooks, fresh, strict=True):
+        hook.load_state_dict = lambda state, empty=empty, mine=hook: type(mine).load_state_dict(
             mine, empty.state_dict()
         )
     assert run.resume()

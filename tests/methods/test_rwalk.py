@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from confitune.methods import create_method, shared_parameters
 from confitune.methods.rwalk import RWalk
 
 
@@ -15,9 +14,9 @@ def walk(linear_model, float_task, context_of):
     class Walk:
         def __init__(self, **options):
             self.draw = np.random.default_rng(5)
-            self.penalty = RWalk(**options)
+            self.rwalk = RWalk(**options)
             self.net = linear_model().net
-            self.parameters = shared_parameters(self.net)
+            self.parameters = self.net.shared_parameters()
             self.share, self.epsilon = options.get("new_share", 0.9), options.get("damping", 0.01)
             self.fisher = {name: np.zeros(p.shape) for name, p in self.parameters.items()}
             self.score = {name: np.zeros(p.shape) for name, p in self.parameters.items()}
@@ -25,18 +24,18 @@ def walk(linear_model, float_task, context_of):
 
         def begin(self):
             self.context = context_of(self.net, float_task(f"task{self.tasks}"))
-            self.penalty.attach(self.net)
-            self.penalty.begin_task(self.context)
+            self.rwalk.attach(self.net, self.tasks)
+            self.rwalk.begin_task(self.context)
 
         def step(self, frozen=(), added=0.0):
-            """One of each weight's numbers does not move, and one goes uphill; `added` is the penalties' gradient."""
+            """One of each weight's numbers does not move, and one goes uphill; `added` is the pulls' gradient."""
             gradients = {}
             for name, p in self.parameters.items():
                 p.grad = None
                 if name not in frozen:
                     gradients[name] = self.draw.normal(0, 1, p.shape)
                     p.grad = torch.from_numpy(gradients[name].copy())
-            self.penalty.read_gradients(self.net)
+            self.rwalk.read_gradients(self.net)
             for name, g in gradients.items():
                 self.parameters[name].grad += added
                 moved = -0.2 * g
@@ -48,17 +47,17 @@ def walk(linear_model, float_task, context_of):
                 self.fisher[name] = self.share * g**2 + (1 - self.share) * self.fisher[name]
                 gain = -g * moved / (0.5 * self.fisher[name] * moved**2 + self.epsilon)
                 self.score[name] = self.score[name] + np.maximum(gain, 0)
-            self.penalty.after_step(self.net)
+            self.rwalk.after_step(self.net)
 
         def end(self):
-            self.penalty.end_task(self.context)
+            self.rwalk.end_task(self.context)
             self.net.finish_task()
             self.tasks += 1
             self.score = {name: score / 2 for name, score in self.score.items()}
 
         def assert_tracked(self):
             for name in self.parameters:
-                for mine, expected in ((self.penalty.fisher, self.fisher), (self.penalty.score, self.score)):
+                for mine, expected in ((self.rwalk.fisher, self.fisher), (self.rwalk.score, self.score)):
                     np.testing.assert_allclose(mine[name].numpy(), expected[name], rtol=1e-11, atol=1e-14)
 
     return Walk
@@ -83,10 +82,10 @@ def test_the_score_is_halved_at_the_end_of_every_task(walk):
     it = walk()
     it.begin()
     it.step()
-    whole = {name: tensor.clone() for name, tensor in it.penalty.score.items()}
+    whole = {name: tensor.clone() for name, tensor in it.rwalk.score.items()}
     for part in (1 / 2, 1 / 4):
         it.end()
-        for name, tensor in it.penalty.score.items():
+        for name, tensor in it.rwalk.score.items():
             assert torch.equal(tensor, whole[name] * part)
         it.begin()
 
@@ -102,10 +101,11 @@ def test_frozen_weights_keep_fisher_and_score(walk):
 
 
 def pulls(it):
-    """The gradient that the penalty adds, by parameter."""
+    """The gradient that is added, by parameter."""
     for p in it.parameters.values():
         p.grad = torch.zeros_like(p)
-    it.penalty.add_gradients(it.net)
+    it.rwalk.attach(it.net, it.tasks)
+    it.rwalk.add_gradients(it.net)
     return {name: p.grad.numpy().copy() for name, p in it.parameters.items()}
 
 
@@ -139,5 +139,4 @@ def test_in_the_first_task_nothing_pulls(walk):
 
 
 def test_the_options_have_the_values_of_the_cpr_code():
-    (rwalk,) = create_method("rwalk").penalties
-    assert rwalk.options.model_dump() == {"strength": 10.0, "new_share": 0.9, "damping": 0.01}
+    assert RWalk().options.model_dump() == {"strength": 10.0, "new_share": 0.9, "damping": 0.01}

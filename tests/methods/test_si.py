@@ -1,50 +1,43 @@
 """SI: its path integral is the fall of the loss, and its importances are Eq. 5's."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 
-from confitune.engine import Listener, TaskFit
-from confitune.methods import METHODS, Penalty, Stage, create_method, shared_parameters
+from confitune.methods import Method, Stage
 from confitune.methods.si import SI
 
 
-def without_head(epochs):
-    return (Stage("backbone", epochs, frozenset({"norm", "conv"})),)
-
-
-class Look(Penalty):
-    """Sees another penalty's path integral before it is turned into importances, and the loss on the way."""
+class Look(Method):
+    """Trains no head; sees the path integral before it is turned into importances, and the loss on the way."""
 
     def __init__(self, si, loss):
         super().__init__()
-        self.si, self.loss = si, loss
+        self.si, self.loss_of = si, loss
+
+    def stages(self, epochs, index):
+        return (Stage("backbone", epochs, frozenset({"norms", "weights"})),)
 
     def begin_task(self, context):
-        self.start = self.loss()
+        self.start = self.loss_of()
 
     def end_task(self, context):
         self.path = {name: tensor.clone() for name, tensor in self.si.path.items()}
-        self.fall = self.start - self.loss()
+        self.fall = self.start - self.loss_of()
 
 
-def path_and_fall(model, task, lr, epochs, settings, loss):
+def path_and_fall(model, task, lr, epochs, make_fit, loss):
     si = SI()
     look = Look(si, loss)
-    method = dataclasses.replace(METHODS["finetune"], schedule=without_head, penalties=(look, si))
-    options = settings(epochs=epochs, lr=lr, batch_size=len(task.train))
-    TaskFit(model.net, task, method, options, Listener()).run()
+    look.added = (si,)
+    make_fit(model.net, task, look, epochs=epochs, lr=lr, batch_size=len(task.train)).fit()
     return sum(tensor.sum().item() for tensor in look.path.values()), look.fall
 
 
-def test_the_path_integral_tends_to_the_fall_of_the_loss(
-    linear_model, float_task, make_settings, image_colours, numpy_softmax
-):
+def test_the_path_integral_tends_to_the_fall_of_the_loss(linear_model, float_task, make_fit, numpy_softmax):
     """Steps a tenth as long, ten times as many: a tenth of the error, the loss's fall the same."""
     task = float_task(images=30, spread=2.0)
-    x, labels = image_colours(task), task.train.labels.numpy()
+    x, labels = task.train.pixels.mean((2, 3)).numpy(), task.train.labels.numpy()
     errors, falls = [], []
     for lr, epochs in ((0.2, 20), (0.02, 200)):
         model = linear_model()
@@ -52,7 +45,7 @@ def test_the_path_integral_tends_to_the_fall_of_the_loss(
         def loss(model=model):
             return -np.log(numpy_softmax(model.logits(x))[np.arange(len(x)), labels]).mean()
 
-        path, fall = path_and_fall(model, task, lr, epochs, make_settings, loss)
+        path, fall = path_and_fall(model, task, lr, epochs, make_fit, loss)
         errors.append(path - fall)
         falls.append(fall)
     assert falls[0] == pytest.approx(falls[1], rel=0.05)
@@ -66,18 +59,18 @@ def walk(linear_model, float_task, context_of):
     """A walk of given gradients and moves; what is expected of it, in numpy."""
 
     class Walk:
-        def __init__(self, penalty):
+        def __init__(self, si):
             self.draw = np.random.default_rng(3)
-            self.model, self.penalty = linear_model(), penalty
+            self.model, self.si = linear_model(), si
             self.net = self.model.net
-            self.parameters = shared_parameters(self.net)
+            self.parameters = self.net.shared_parameters()
             self.task = 0
             self.omega = {name: np.zeros(p.shape) for name, p in self.parameters.items()}
 
         def begin(self):
             self.context = context_of(self.net, float_task(f"task{self.task}"))
-            self.penalty.attach(self.net)
-            self.penalty.begin_task(self.context)
+            self.si.attach(self.net, self.task)
+            self.si.begin_task(self.context)
             self.start = self.weights()
             self.path = {name: np.zeros(p.shape) for name, p in self.parameters.items()}
 
@@ -90,19 +83,19 @@ def walk(linear_model, float_task, context_of):
             for name, p in self.parameters.items():
                 p.grad = None if name in frozen else torch.from_numpy(self.draw.normal(0, 1, p.shape))
             read = {name: p.grad.numpy().copy() for name, p in self.parameters.items() if p.grad is not None}
-            self.penalty.read_gradients(self.net)
+            self.si.read_gradients(self.net)
             for name, p in self.parameters.items():
                 if p.grad is not None:
                     p.grad += added
                     moves[name] = self.draw.normal(-0.3 * p.grad.numpy(), 0.5)
                     with torch.no_grad():
                         p += torch.from_numpy(moves[name])
-            self.penalty.after_step(self.net)
+            self.si.after_step(self.net)
             for name, moved in moves.items():
                 self.path[name] -= (read[name] + (added if total else 0)) * moved
 
         def end(self, damping=0.1, positive=True):
-            self.penalty.end_task(self.context)
+            self.si.end_task(self.context)
             self.net.finish_task()
             self.task += 1
             for name, now in self.weights().items():
@@ -111,13 +104,13 @@ def walk(linear_model, float_task, context_of):
 
         def assert_path(self):
             for name, expected in self.path.items():
-                np.testing.assert_allclose(self.penalty.path[name].numpy(), expected, rtol=1e-12, atol=1e-12)
+                np.testing.assert_allclose(self.si.path[name].numpy(), expected, rtol=1e-12, atol=1e-12)
 
         def assert_omega(self):
             assert any((tensor < 0).any() for tensor in self.path.values())
             for name, expected in self.omega.items():
-                np.testing.assert_allclose(self.penalty.weight[name].numpy(), expected, rtol=1e-12, atol=1e-12)
-                np.testing.assert_array_equal(self.penalty.anchor[name].numpy(), self.weights()[name])
+                np.testing.assert_allclose(self.si.omega[name].numpy(), expected, rtol=1e-12, atol=1e-12)
+                np.testing.assert_array_equal(self.si.anchor[name].numpy(), self.weights()[name])
 
     return Walk
 
@@ -131,7 +124,7 @@ def test_importances_are_the_positive_part_of_path_over_way_summed_over_tasks(wa
         it.assert_path()
         it.end()
         it.assert_omega()
-    assert all((tensor >= 0).all() for tensor in it.penalty.weight.values())
+    assert all((tensor >= 0).all() for tensor in it.si.omega.values())
 
 
 def test_the_damping_is_an_option(walk):
@@ -151,7 +144,7 @@ def test_importances_may_be_left_negative(walk):
             it.step()
         it.end(positive=False)
         it.assert_omega()
-    assert any((tensor < 0).any() for tensor in it.penalty.weight.values())
+    assert any((tensor < 0).any() for tensor in it.si.omega.values())
 
 
 @pytest.mark.parametrize("gradient", ["loss", "total"])
@@ -167,9 +160,9 @@ def test_frozen_weights_bring_nothing_about(walk):
     it = walk(SI())
     it.begin()
     it.step()
-    before = it.penalty.path["0.weight"].clone()
+    before = it.si.path["0.weight"].clone()
     it.step(frozen=["0.weight"])
-    assert torch.equal(it.penalty.path["0.weight"], before)
+    assert torch.equal(it.si.path["0.weight"], before)
     it.step(frozen=["0.weight", "0.bias"])
     it.step()
     it.assert_path()
@@ -201,12 +194,12 @@ def test_the_pull_is_twice_c_times_omega_times_distance(walk):
         for p in it.parameters.values():
             p += torch.from_numpy(it.draw.normal(0, 1, p.shape))
             p.grad = torch.full_like(p, 0.25)
-    it.penalty.add_gradients(it.net)
+    it.si.attach(it.net, 1)
+    it.si.add_gradients(it.net)
     for name, p in it.parameters.items():
         expected = 0.25 + 2 * 3 * it.omega[name] * (p.detach().numpy() - anchor[name])
         np.testing.assert_allclose(p.grad.numpy(), expected, rtol=1e-12)
 
 
 def test_the_options_have_the_papers_values():
-    (si,) = create_method("si").penalties
-    assert si.options.model_dump() == {"strength": 10.0, "damping": 0.1, "positive": True, "gradient": "loss"}
+    assert SI().options.model_dump() == {"strength": 10.0, "damping": 0.1, "positive": True, "gradient": "loss"}

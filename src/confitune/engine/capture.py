@@ -76,9 +76,9 @@ class Executor:
             yield
 
     def of(self, other: ContinualNet) -> Executor:
-        """The executor of another network that is trained beside this one, the same each time."""
+        """The executor of another network, the same each time. Nobody is told how that one's training goes."""
         if id(other) not in self._others:
-            self._others[id(other)] = Executor(other, self.settings, self.listener)
+            self._others[id(other)] = Executor(other, self.settings)
         return self._others[id(other)]
 
     def lr_of(self, factor: float) -> float | Tensor:

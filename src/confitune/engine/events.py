@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -54,43 +55,19 @@ class Listener:
 
 
 class Listeners(Listener):
-    """Passes everything on to several."""
+    """Passes everything on to several, in their order."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self._all = tuple(listeners)
 
-    def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
-        for listener in self._all:
-            listener.run_started(name, tasks, epochs, first_task)
 
-    def task_started(self, task: int, name: str, first_epoch: int) -> None:
+def _to_all(hook: str) -> Callable[..., None]:
+    def tell(self: Listeners, *args: Any) -> None:
         for listener in self._all:
-            listener.task_started(task, name, first_epoch)
+            getattr(listener, hook)(*args)
 
-    def stage_started(self, stage: str) -> None:
-        for listener in self._all:
-            listener.stage_started(stage)
+    return tell
 
-    def step_done(self, step: int, steps: int) -> None:
-        for listener in self._all:
-            listener.step_done(step, steps)
 
-    def epoch_ended(self, end: EpochEnd) -> None:
-        for listener in self._all:
-            listener.epoch_ended(end)
-
-    def task_tested(self, done: int, tasks: int) -> None:
-        for listener in self._all:
-            listener.task_tested(done, tasks)
-
-    def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
-        for listener in self._all:
-            listener.task_ended(task, accuracies)
-
-    def waiting(self, ready: Callable[[], bool]) -> None:
-        for listener in self._all:
-            listener.waiting(ready)
-
-    def note(self, message: str) -> None:
-        for listener in self._all:
-            listener.note(message)
+for _hook in [name for name, value in vars(Listener).items() if callable(value)]:
+    setattr(Listeners, _hook, _to_all(_hook))

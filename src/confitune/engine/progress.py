@@ -135,7 +135,7 @@ class LiveProgress(Listener):
         new, spent = done - self._done_before, time.monotonic() - self._begun
         left = spent / new * (total - done) if new > 0.5 else None
         epoch = min(self._epoch + 1, self._epochs)
-        status = f"task {self._task + 1}/{len(self._tasks)}  {self._stage:<9} epoch {epoch}/{self._epochs}"
+        status = f"task {self._task + 1}/{len(self._tasks)}  {self._stage:<10} epoch {epoch}/{self._epochs}"
         if self._loss == self._loss:
             status += f"  loss {self._loss:.3f}"
         if self._average == self._average:

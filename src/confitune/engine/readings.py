@@ -15,7 +15,7 @@ class EpochReadings:
     def __init__(self, steps: int, device: torch.device) -> None:
         self._steps = steps
         self._on_device = torch.zeros(steps + 1, 2, device=device)
-        self._began, self._ended = Moment(device), Moment(device)
+        self._began, self._ended, self._copied = Moment(device), Moment(device), Moment(device)
         self._began.now()
 
     def put(self, step: int, outcome: Tensor) -> None:
@@ -28,22 +28,19 @@ class EpochReadings:
         # The loss cannot show what the last step did to the weights.
         self._on_device[self._steps, 0] = torch.stack(largest).isfinite().all()
         self._ended.now()
-        if self._on_device.device.type == "cuda":
+        self._read = self._on_device
+        if self._read.device.type == "cuda":
             self._read = torch.empty(self._on_device.shape, pin_memory=True)
             self._read.copy_(self._on_device, non_blocking=True)
-            self._copied = Moment(self._on_device.device)
-            self._copied.now()
-        else:
-            self._read = self._on_device
+        self._copied.now()
 
     def here(self) -> bool:
         """Whether the device has done all steps and its numbers are here."""
-        return self._on_device.device.type != "cuda" or self._copied.passed()
+        return self._copied.passed()
 
     def wait(self) -> None:
         """Until the device has done all steps and its numbers are here."""
-        if self._on_device.device.type == "cuda":
-            self._copied.wait()
+        self._copied.wait()
 
     @property
     def loss(self) -> float:

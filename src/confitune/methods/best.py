@@ -42,7 +42,7 @@ class Best(Method):
     summary = "pre-trained backbone frozen; heads, and where it helps norms and low-rank changes; forgets nothing"
     cost = "two linear classifiers before a task, gradients of a few batches before changes are trained"
     settings = MappingProxyType({"lr": 0.03})
-    lr_factors = MappingProxyType({"deltas": 10.0})
+    lr_factors = MappingProxyType({"deltas": 3.0})
     Options = BestOptions
 
     def parts(self) -> list[Part]:
@@ -76,7 +76,8 @@ class Best(Method):
                     add(x, labels)
             for weight in weights.values():
                 weight.requires_grad_(False)
-        deltas.start_along(total)
+        # Gradients of a network that diverged have no directions; training says so once a GPU's numbers are read.
+        deltas.start_along({name: gradient.nan_to_num(0.0, 0.0, 0.0) for name, gradient in total.items()})
 
     def captured_kind(self, index: int) -> Hashable:
         return None

@@ -117,8 +117,13 @@ class Method:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.name:
-            METHODS[cls.name] = cls
+        name = vars(cls).get("name")  # one that is inherited is another method's
+        if not name:
+            return
+        known = METHODS.get(name, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ConfituneError(f"there is a method {name!r} already, in {known.__module__}; choose another name")
+        METHODS[name] = cls
 
     def __init__(self, **options: Any) -> None:
         self.options: Any = _checked(self.Options, self.name, options)

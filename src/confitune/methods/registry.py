@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from confitune.errors import ConfituneError
@@ -61,7 +63,8 @@ def _class_of(name: str) -> type[Method]:
         return METHODS[name]
     place, colon, attribute = name.rpartition(":")
     if colon and place:
-        found = getattr(_module(place), attribute, None)
+        module = _from_file(Path(place).resolve()) if place.endswith(".py") else _imported(place)
+        found = getattr(module, attribute, None)
         if not (isinstance(found, type) and issubclass(found, Method) and found.name):
             raise ConfituneError(f"{place} has no method {attribute!r}: a class derived from Method, with a name")
         return found
@@ -70,21 +73,25 @@ def _class_of(name: str) -> type[Method]:
     raise ConfituneError(f"no method {name!r}: {hint}There are {', '.join(METHODS)}.")
 
 
+def _imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfituneError(f"no module {name!r} to take a method from ({error})") from error
+
+
 @cache
-def _module(place: str) -> Any:
-    """A Python file or an importable module."""
-    path = Path(place)
-    if path.suffix != ".py":
-        try:
-            return importlib.import_module(place)
-        except ImportError as error:
-            raise ConfituneError(f"no module {place!r} to take a method from ({error})") from error
-    spec = importlib.util.spec_from_file_location(f"confitune_method_{path.stem}", path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise ConfituneError(f"no file {place} to take a method from")
-    module = importlib.util.module_from_spec(spec)
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfituneError(f"no file {path} to take a method from")
+    spec = importlib.util.spec_from_file_location(f"confitune_method_{path}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    # Where dataclasses and pydantic look up what annotations name.
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfituneError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+        del sys.modules[spec.name]
+        raise ConfituneError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module

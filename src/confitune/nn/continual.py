@@ -141,7 +141,7 @@ class ContinualNet(nn.Module):
             whole = [task for task, entry in self.tasks.items() if len(entry.owns) == len(self._parts)]
             self.prepare((whole or list(self.tasks))[-1])
             self._store_current()
-        self.observer.reset()
+        self.observer.image_size = None
         for part in self._parts:
             part.select(len(names))
             part.start(generator)
@@ -202,7 +202,7 @@ class ContinualNet(nn.Module):
         if not self._bank.entry(name).finished:
             raise ConfituneError(f"task {name!r} is not finished: set_task({name!r}) to train it on")
         self.prepare(name)
-        self.observer.reset()
+        self.observer.image_size = None
         for part in self._parts:
             part.reopen()
         self._bank.store(self.tasks[name], finished=False)

@@ -80,12 +80,6 @@ class Observer:
             for norm, (training, keeps) in zip(norms, before, strict=True):
                 norm.training, norm.track_running_stats = training, keeps
 
-    def reset(self) -> None:
-        """Forget the sizes and means of the task that was live."""
-        for inputs in self._inputs:
-            inputs.reset()
-        self.image_size = None
-
     # ---- batches that Python does not see --------------------------------------------------------------------------
 
     @property

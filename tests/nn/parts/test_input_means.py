@@ -196,7 +196,7 @@ def test_live_state_goes_on_to_the_same_bits_while_batches_are_pending(means, mo
 
 def test_restoring_drops_what_is_pending():
     statistics = seen(tracker(), drawn(3))
-    for table in statistics._tables:
+    for table in statistics.unfolded:
         table.fill_(5)
     statistics.restore((6, 5), 4)
     assert all((table == 5).all() for table in statistics.tables)

@@ -65,16 +65,17 @@ class InputMeans(nn.Module):
     def tables(self) -> list[Tensor]:
         """The distinct tables, at fixed addresses."""
         self.fold()
-        return self._tables
+        return self.unfolded
 
     @property
-    def _tables(self) -> list[Tensor]:
+    def unfolded(self) -> list[Tensor]:
+        """The same without the pending batches."""
         return [self.get_buffer(f"table{index}") for index in range(len(self._owners))]
 
     def live_state(self) -> dict[str, Any]:
         """Everything, exactly as it is: going on from it gives the same bits."""
         return {
-            "tables": [table.clone() for table in self._tables],
+            "tables": [table.clone() for table in self.unfolded],
             "size": self.size,
             "batches": self.batches,
             "pending": self._pending,
@@ -85,7 +86,7 @@ class InputMeans(nn.Module):
     def load_live_state(self, state: Mapping[str, Any]) -> None:
         """Put back what `live_state` gave."""
         self.restore(state["size"], state["batches"])
-        torch._foreach_copy_(self._tables, list(state["tables"]))
+        torch._foreach_copy_(self.unfolded, list(state["tables"]))
         if state["pending"]:
             self.resize(state["size"])
             self._plane.copy_(state["plane"])
@@ -192,7 +193,7 @@ class InputMeans(nn.Module):
             of = owner.taps if self.means == "window" else owner.phases
             rows, columns = (on_device(of, axis, self.size[axis], plane) for axis in (0, 1))
             averaged = columns @ (rows @ plane.reshape(rows_of)).view(columns_of)  # [I, J, C]
-            self._tables[index].mul_(keep).add_(averaged.permute(2, 0, 1), alpha=add)
+            self.unfolded[index].mul_(keep).add_(averaged.permute(2, 0, 1), alpha=add)
         self._plane.zero_()
         self._pending = 0
 

@@ -154,17 +154,24 @@ class XconvNorms(Part):
         return "\n".join(lines)
 
     def live(self, finished: bool) -> dict[str, Tensor]:
+        for inputs in self.input_means:
+            inputs.fold()
+        return self._live(finished)
+
+    def shapes(self, finished: bool, classes: int) -> dict[str, torch.Size]:
+        """As they are, without folding: asking must not change the last bits of a task in training."""
+        return {key: tensor.shape for key, tensor in self._live(finished).items()}
+
+    def _live(self, finished: bool) -> dict[str, Tensor]:
         found = self.norms.live(finished)
         if finished:  # means that are recovered are not kept
-            found = {key: tensor for key, tensor in found.items() if key not in self._recovered}
+            found = {
+                key: tensor for key, tensor in found.items() if key.removesuffix(".running_mean") not in self.layers
+            }
         for conv, inputs in zip(self.readers, self.input_means, strict=True):
-            for number, table in enumerate(inputs.tables):
+            for number, table in enumerate(inputs.unfolded):
                 found[f"{conv}.input_means" + (f".{number}" if number else "")] = table
         return found
-
-    @property
-    def _recovered(self) -> set[str]:
-        return {f"{name}.running_mean" for name in self.layers}
 
     def facts(self) -> Facts:
         """Height and width of what each convolution reads, and how many batches its means are of."""

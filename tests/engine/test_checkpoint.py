@@ -6,8 +6,7 @@ import zipfile
 import pytest
 import torch
 
-from confitune.engine.checkpoint import require_same_config
-from confitune.engine.checkpoint_data import data_of, values_of
+from confitune.engine.checkpoint import data_of, require_same_config, values_of
 from confitune.errors import ConfituneError
 
 
