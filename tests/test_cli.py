@@ -19,6 +19,7 @@ from PIL import Image
 from confitune import cli, metrics
 from confitune.engine import RunResult, SequenceRun
 from confitune.errors import ConfituneError
+from confitune.experiments import plan_search
 from confitune.experiments.identity import filled
 from confitune.files import read_sealed
 from confitune.methods import METHODS
@@ -262,6 +263,7 @@ def test_a_method_and_a_dataset_of_ones_own(confitune, weights, tmp_path, monkey
     page = (tmp_path / "off/report.md").read_text()
     assert own_method in page
     assert f"ewc+{own_method}" in page
+    assert plan_search(own_method, {}, "mine.strength", ["2", "1"]).grid == (1.0, 2.0)
     said = confitune("methods", own_method)
     assert cells(said.out, "mine.strength") == ["mine.strength", "0.5", "of the pull"]
 
@@ -460,7 +462,7 @@ def test_a_missing_recipe(confitune, tmp_path):
             "vit_tiny_patch16_224 does not take images of 64 x 64 as in task 'task1' (Input height (64) doesn't match",
         ),
         ("--weights none.pth", "no weights file none.pth"),
-        ("--method nowhere.py:Mine", "no file nowhere.py to take a method from"),
+        ("--method nowhere.py:Mine", "nowhere.py to take a method from"),
         ("--dataset nowhere.py:load", "there is no file nowhere.py; write FILE.py:FUNCTION with its path"),
         ("--model test_resnet", "start.pth does not fit"),
         ("--dataset folder:nowhere", "the folder nowhere is not there"),

@@ -132,6 +132,16 @@ def test_moments_are_looked_at_where_the_ablation_is(tmp_path):
     assert (part.form, part.folder.name) == ("window means, pass statistics", f"{start}-window-pass")
 
 
+def test_storage_stands_beside_what_the_paper_says_of_a_task(tmp_path):
+    scope = Scope(tmp_path, methods=("confit", "ccll"), given={"tasks": 2})
+    (outcome,) = reproduce(["storage"], scope)
+    assert [(claim.measured, claim.holds) for claim in outcome.claims] == [("19,148", True), ("216,000", False)]
+    (table,) = outcome.tables.values()
+    assert "| confit | 19,148 | 38,296 |" in table
+    assert "| ccll | 235,200 | 451,200 |" in table  # with the pre-trained batch norms, once
+    assert (tmp_path / "storage-flowers102.png").exists()
+
+
 def test_a_file_names_what_to_do_and_options_win(tmp_path):
     path = tmp_path / "some.yaml"
     path.write_text("what: [table1, curves]\ndatasets: [cifar100, flowers102]\nseeds: 3\nmodel: resnet34\n")
