@@ -20,7 +20,7 @@ from confitune.analysis import kept_once
 from confitune.errors import ConfituneError
 from confitune.experiments.paper import Searched, searched
 from confitune.methods import METHODS, Method, create_method, method_classes
-from confitune.nn import without_memory
+from confitune.nn import ContinualNet, without_memory
 
 NETWORK = "resnet18"
 Value = float | bool | str
@@ -124,7 +124,7 @@ def report_method(name: str) -> MethodReport:
     return MethodReport(
         name=name,
         summary="; ".join(kind.summary for kind in kinds),
-        shares=_shares(method),
+        shares="nothing" if method.separate else _shares(method, net),
         numbers_per_task=net.numbers_per_task + own,
         numbers_once=once,
         once_per_weight=once // shared,
@@ -138,16 +138,13 @@ def report_method(name: str) -> MethodReport:
 def method_options(*names: str) -> list[OptionReport]:
     """The options of these methods, each once; without names, of everything that comes along."""
     chosen = {(row.part, row.option): row.chosen for row in searched()}
-    models = {part: options for name in names or METHODS for part, options in _options_of(name).items()}
+    methods = map(create_method, names or METHODS)
+    models = {part: options for method in methods for part, options in options_of(method).items()}
     return [
         OptionReport(f"{part}.{name}", field.default, field.description or "", chosen.get((part, name), {}))
         for part, options in models.items()
         for name, field in options.model_fields.items()
     ]
-
-
-def _options_of(name: str) -> dict[str, type[BaseModel]]:
-    return options_of(create_method(name))
 
 
 def paper_search(method: str) -> Searched | None:
@@ -217,11 +214,8 @@ def _options_table(options: Sequence[OptionReport]) -> Table:
     return table
 
 
-def _shares(method: Method) -> str:
-    if method.separate:
-        return "nothing"
-    own_norms = method.network(without_memory(NETWORK)).numbers_per_task
-    what = "convolutions" if own_norms else "the backbone"
+def _shares(method: Method, net: ContinualNet) -> str:
+    what = "convolutions" if net.numbers_per_task else "the backbone"
     trained = any("weights" in stage.trains for task in (0, 1) for stage in method.stages(10, task))
     return what if trained else f"{what}, frozen"
 

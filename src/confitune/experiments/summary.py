@@ -245,8 +245,8 @@ def comparison_table(settings: Sequence[Setting]) -> str:
     return markdown_table([*differing, *_HEAD[1:], "numbers a task", "seeds"], rows)
 
 
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown with these column titles.
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> str:
+    """Markdown with these column titles; `numbers`: all columns but the first are.
 
     >>> print(markdown_table(["method", "ACC"], [["confit", "94.0"]]))
     | method | ACC |
@@ -254,7 +254,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     | confit | 94.0 |
     """
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+    return "\n".join([lines[0], "|---" + ("|---:" if numbers else "|---") * (len(head) - 1) + "|", *lines[1:]])
 
 
 def _cells(values: Iterable[Sequence[float | None] | None]) -> list[str]:
