@@ -171,5 +171,7 @@ def test_the_page_of_a_method_shows_its_options_and_how_to_call_it():
     assert "confitune tune ewc" in text
     text = printed(method_page(report_method("confit")))
     assert "It has no options." in text
+    assert "settings of the network that matter to it: means, statistics\n" in text
+    assert "settings of the network" not in printed(method_page(report_method("ewc")))
     assert "numbers a task: 45,075 (resnet18, without its head)" in text
     assert rows(printed(method_page(report_method("ccll"))))[0][:2] == ["ccll.start", "random"]  # no dataset columns

@@ -187,12 +187,15 @@ def methods_table(reports: Sequence[MethodReport]) -> Table:
 def method_page(report: MethodReport) -> Group:
     """All of one method: what it takes, its options, and how it is called."""
     lines = [Text(report.name, style="bold") + Text(f": {report.summary}", style="not bold")]
+    kinds = method_classes(report.name)
+    settings = [name for name in XCONV if any(name in kind.Options.model_fields for kind in kinds)]
     facts = {
         "reference": report.reference,
         "tasks share": report.shares,
         "numbers a task": f"{report.numbers_per_task:,} ({NETWORK}, without its head)",
         "numbers once": _once(report).replace("\n", ", "),
         "in addition": report.in_addition,
+        "settings of the network that matter to it": ", ".join(settings),
     }
     lines += [Text(f"  {name}: {fact}") for name, fact in facts.items() if fact]
     examples = [Text(f"  {example}", style="cyan") for example in report.examples]
