@@ -19,8 +19,10 @@ from PIL import Image
 from confitune import cli, metrics
 from confitune.engine import RunResult, SequenceRun
 from confitune.errors import ConfituneError
+from confitune.experiments import plan_search
 from confitune.experiments.identity import filled
 from confitune.files import read_sealed
+from confitune.methods import METHODS
 from confitune.nn import create_backbone, state_sha256
 from confitune.settings import DataSettings, NetworkSettings, TrainSettings
 
@@ -186,6 +188,84 @@ def test_a_folder_of_own_images(confitune, weights, tmp_path):
     assert sorted(c for task in result.tasks for c in task["classes"]) == [f"class {k}" for k in range(4)]
     assert sum(task["train_images"] + task["test_images"] for task in result.tasks) == 22
     assert "my [red] images" in said.out  # not taken for a colour
+
+
+@pytest.mark.parametrize(("model", "norms"), [("test_vit", 13 * 2 * 64), ("test_convnext", 1200)])
+def test_a_network_without_batch_norm(confitune, tmp_path, model, norms):
+    methods = ["finetune", "bn-only", "linear-probe"]
+    options = ["--dataset", "digits", "--tasks", 2, "--epochs", 1, "--weights", "none", "--device", "cpu"]
+    asked = [word for method in methods for word in ("--method", method)]
+    said = confitune("run", *options, "--model", model, *asked, "--out", tmp_path / "out")
+    assert said.code == 0, said.err
+    found = {m: RunResult.load(tmp_path / f"out/digits/{m}/seed-0/result.json") for m in methods}
+    numbers = {m: [task["norm_numbers"] for task in result.tasks] for m, result in found.items()}
+    assert numbers == {"finetune": [0, 0], "bn-only": [norms] * 2, "linear-probe": [0, 0]}
+    assert (found["bn-only"].fgt, found["linear-probe"].fgt) == (0.0, 0.0)
+    assert len({result.final_sha256 for result in found.values()}) == 3
+
+
+@pytest.fixture
+def own_method(tmp_path):
+    """A file with a method, and what stands for it; methods that were known stay the only ones."""
+    before = dict(METHODS)
+    path = tmp_path / "my method.py"
+    path.write_text(
+        "from pydantic import Field\n"
+        "from confitune.methods import Method, Options\n"
+        "class Choices(Options):\n"
+        "    strength: float = Field(0.5, description='of the pull')\n"
+        "class Mine(Method):\n"
+        "    name, summary, Options = 'mine', 'keeps logits small', Choices\n"
+        "    def loss(self, step):\n"
+        "        return self.options.strength * step.logits.square().mean()\n"
+    )
+    yield f"{path}:Mine"
+    METHODS.clear()
+    METHODS.update(before)
+
+
+@pytest.mark.filterwarnings("error:constrained_layout")  # names that leave no room for a picture
+def test_a_method_and_a_dataset_of_ones_own(confitune, weights, tmp_path, monkeypatch, own_method):
+    dataset = f"{SOURCE.parent / 'examples/own_dataset.py'}:load"
+    arguments = ["run", "--dataset", dataset, "--tasks", 2, "--epochs", 1, "--device", "cpu", "--model", "test_byobnet"]
+    arguments += ["--weights", weights, "--method", own_method, "--checkpoint-seconds", 0]
+    learn = SequenceRun._learn
+
+    def dies(self, index, task):
+        if index == 1:
+            raise KeyboardInterrupt
+        learn(self, index, task)
+
+    monkeypatch.setattr(SequenceRun, "_learn", dies)
+    strong, out = ["--set", "mine.strength=2"], tmp_path / "out"
+    assert confitune(*arguments, *strong, "--out", out).code == 130
+    monkeypatch.setattr(SequenceRun, "_learn", learn)
+    assert confitune(*arguments, *strong, "--out", out, "--resume").code == 0
+    assert confitune(*arguments, *strong, "--out", tmp_path / "whole").code == 0
+    plain_names = [re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-") for name in (dataset, own_method)]
+    path = Path(*plain_names, "seed-0", "result.json")
+    resumed, whole = RunResult.load(out / path), RunResult.load(tmp_path / "whole" / path)
+    assert resumed.final_sha256 == whole.final_sha256
+    assert (resumed.method, resumed.config["options"]) == (own_method, {"mine": {"strength": 2.0}})
+    assert [task["name"] for task in resumed.tasks] == ["straight", "slanted"]
+    assert "strength" in refused(confitune(*arguments, "--set", "mine.strength=3", "--out", out, "--resume"))
+    assert "strength: Input should be" in refused(confitune(*arguments, "--set", "mine.strength=x", "--out", out))
+    # Without its term it is fine-tuning, and '+' joins it with another method.
+    off = ["--set", "mine.strength=0", "--method", "finetune", "--method", f"ewc+{own_method}"]
+    said = confitune(*arguments, *off, "--out", tmp_path / "off")
+    assert said.code == 0, said.err
+    of_none, plain_one = (
+        RunResult.load(tmp_path / "off" / plain_names[0] / name / "seed-0/result.json")
+        for name in (plain_names[1], "finetune")
+    )
+    assert of_none.final_sha256 == plain_one.final_sha256 != whole.final_sha256
+    assert confitune("report", tmp_path / "off").code == 0
+    page = (tmp_path / "off/report.md").read_text()
+    assert own_method in page
+    assert f"ewc+{own_method}" in page
+    assert plan_search(own_method, {}, "mine.strength", ["2", "1"]).grid == (1.0, 2.0)
+    said = confitune("methods", own_method)
+    assert cells(said.out, "mine.strength") == ["mine.strength", "0.5", "of the pull"]
 
 
 # ---- going on --------------------------------------------------------------------------------------------------------
@@ -358,7 +438,7 @@ def test_a_missing_recipe(confitune, tmp_path):
         ("--means windows", "means='windows' is not known: did you mean 'window'?"),
         ("--method finetun", "no method 'finetun': did you mean 'finetune'?"),
         ("--method confit --method confit", "name a method twice"),
-        ("--method confit+finetune", "names 2 base methods"),
+        ("--method confit+finetune", "names 2 that say what is trained and when (confit, finetune); give one"),
         ("--epochs 0", "epochs=0"),
         ("--tasks 9", "digits has 5 tasks of 2 classes, so tasks=9 is impossible"),
         ("--device nonsense", "device 'nonsense' cannot be used"),
@@ -377,7 +457,13 @@ def test_a_missing_recipe(confitune, tmp_path):
         ("--pipeline published", "digits has no 'published' pipeline"),
         ("--model resnet81", "no model 'resnet81' in timm or torchvision. Did you mean resnet18"),
         ("--model vit_tiny_patch16_224 --weights none", "VisionTransformer has no batch norm"),
+        (
+            "--model vit_tiny_patch16_224 --weights none --method bn-only",
+            "vit_tiny_patch16_224 does not take images of 64 x 64 as in task 'task1' (Input height (64) doesn't match",
+        ),
         ("--weights none.pth", "no weights file none.pth"),
+        ("--method nowhere.py:Mine", "nowhere.py to take a method from"),
+        ("--dataset nowhere.py:load", "there is no file nowhere.py; write FILE.py:FUNCTION with its path"),
         ("--model test_resnet", "start.pth does not fit"),
         ("--dataset folder:nowhere", "the folder nowhere is not there"),
         ("--dataset folder:", "a folder set needs its path"),
@@ -535,6 +621,7 @@ def test_help_is_quick_because_it_imports_no_torch(arguments):
 def test_help_shows_how_datasets_are_joined(confitune, command):
     said = " ".join(confitune(command, "--help").out.replace("│", " ").split())
     assert "photos:1-2+digits:1+photos:3-5" in said
+    assert "or your own: FILE.py:FUNCTION" in said
     assert "only the first so many tasks, of all parts of the dataset together" in said
 
 

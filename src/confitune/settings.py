@@ -40,8 +40,8 @@ class DataSettings(BaseModel):
 
     dataset: Name = Field(
         "photos",
-        description="photos, digits (both offline), flowers102, cifar100, cub200, caltech101, or folder:PATH; tasks of "
-        "several, counted from 1: photos:1-2+digits:1+photos:3-5",
+        description="photos, digits (both offline), flowers102, cifar100, cub200, caltech101, folder:PATH, or your "
+        "own: FILE.py:FUNCTION; tasks of several, counted from 1: photos:1-2+digits:1+photos:3-5",
     )
     data_dir: Folder | None = Field(None, description="folder that holds the datasets")
     cache_dir: Folder | None = Field(None, description="folder for decoded images")

@@ -9,7 +9,7 @@ from torch import nn
 
 from confitune.engine import SequenceRun, TrainSettings
 from confitune.methods import create_method
-from confitune.nn import ContinualNet
+from confitune.nn import XconvNorms
 from confitune.tasks import Images, Preprocess, Task, TaskSequence
 
 PREPROCESS = Preprocess((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
@@ -61,9 +61,9 @@ def settings():
 
 @pytest.fixture
 def make_run(sequence, settings):
-    def make(method, *, net=None, listeners=(), folder=None, **options):
+    def make(method, *, net=None, listeners=(), folder=None):
         method = create_method(method)
-        net = net or ContinualNet(_backbone(), norm=method.norm, **{**method.network, **options})
+        net = net or method.network(_backbone())
         return SequenceRun(
             net, sequence, method, settings, folder=folder, listeners=listeners, config={}, checkpoint_seconds=0
         )
@@ -100,9 +100,9 @@ def at_test():
         net = copy.deepcopy(net).eval()
         net.set_task(task.name)
         norms = {"0": net.backbone[1], "3": net.backbone[4]}
-        if net.norm == "xconv":
-            for norm in norms.values():
-                norm.running_mean.copy_(norm.recovered_mean(task.name))
+        for part in net.parts.values():
+            for layer in part.layers.values() if isinstance(part, XconvNorms) else ():
+                layer.norm.running_mean.copy_(layer.recovered_mean())
         return net, norms
 
     return ready
@@ -127,7 +127,7 @@ def by_hand():
             x = (x - mean.double()[:, None, None]) * scale[:, None, None] + norm.bias.double()[:, None, None]
             x = x.clamp(min=0)
         features = x.mean((2, 3))
-        return outputs, features @ net.head.weight.double().T + net.head.bias.double()
+        return outputs, features @ net.head.linear.weight.double().T + net.head.linear.bias.double()
 
     return forward
 

@@ -11,9 +11,11 @@ from confitune.analysis import ShiftRecorder, ShiftResult, moments_at_test, pair
 from confitune.analysis.shift import AFTER_FIRST_TASK
 from confitune.engine import Listener
 from confitune.errors import ConfituneError
-from confitune.nn import ContinualNet, build_model, convert_xconv_bn
+from confitune.methods import create_method
+from confitune.nn import ContinualNet, Head, build_model
 
 CASES = ["finetune", "hierarchical", "finetune-xconv", "confit", "task-bn"]
+KINDS = ["finetune", "task-bn", "confit"]  # norms that are shared, stored, recovered
 
 
 class Killed(Exception):
@@ -73,10 +75,19 @@ def test_d0_d1_d2_of_a_run(make_run, sequence, settings, at_test, by_hand, metho
     assert result.added == [b - a for a, b in zip(result.d0, result.d2, strict=True)]
 
 
-@pytest.mark.parametrize("norm", ["shared", "task", "xconv"])
-def test_weights_moved_by_hand(make_backbone, sequence, settings, norm):
+@pytest.mark.parametrize("method", ["bn-only", "best"])
+def test_nothing_shifts_where_the_backbone_rests(make_run, sequence, settings, method):
+    net = make_run(method).net
+    recorder = ShiftRecorder(net, sequence, settings)
+    make_run(method, net=net, listeners=(recorder,)).run()
+    assert recorder.result().d1 == [0.0, 0.0]
+    assert recorder.result().d2 == recorder.result().d0
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_weights_moved_by_hand(make_backbone, sequence, settings, method):
     """The first convolution's bias moves by (3, 4, 0, ...): its output by exactly that, 5 in all."""
-    net = ContinualNet(make_backbone(), norm=norm)
+    net = create_method(method).network(make_backbone())
     first = sequence[0]
     net.add_task(first.name, 3)
     with torch.no_grad():
@@ -93,7 +104,7 @@ def test_weights_moved_by_hand(make_backbone, sequence, settings, norm):
     layer = moments_at_test(net, first, settings)["0"]
     gap = layer.true_mean.numpy() - layer.used_mean.numpy()
     assert result.d2[0] == pytest.approx(np.linalg.norm(gap), rel=1e-6)
-    if norm == "xconv":  # recovered through today's bias
+    if method == "confit":  # recovered through today's bias
         assert result.added[0] == pytest.approx(0.0, abs=1e-5)
         assert result.d1[1] == pytest.approx(0.0, abs=1e-5)  # normalised away: the next layer sees what it saw
     else:  # the stored mean stays behind by what the bias moved
@@ -102,10 +113,10 @@ def test_weights_moved_by_hand(make_backbone, sequence, settings, norm):
         assert result.d1[1] > 0.1
 
 
-@pytest.mark.parametrize("norm", ["shared", "task", "xconv"])
-def test_the_task_at_hand_is_the_one_asked_for(make_run, sequence, settings, at_test, by_hand, norm):
-    net = make_run({"shared": "finetune", "task": "task-bn", "xconv": "confit"}[norm]).net
-    make_run({"shared": "finetune", "task": "task-bn", "xconv": "confit"}[norm], net=net).run()
+@pytest.mark.parametrize("method", KINDS)
+def test_the_task_at_hand_is_the_one_asked_for(make_run, sequence, settings, at_test, by_hand, method):
+    net = make_run(method).net
+    make_run(method, net=net).run()
     for task in sequence:
         true, running = measured_by_hand(at_test(net, task), task, by_hand)
         found = moments_at_test(net, task, settings)
@@ -219,7 +230,7 @@ def test_no_network_of_all_tasks(make_run, sequence, settings, method):
 def test_calibrated_and_unpaired_networks_are_refused(make_run, sequence, settings):
     with pytest.raises(ConfituneError, match="calibrat"):
         paired_convs(make_run("ccll").net)
-    bare = ContinualNet(nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()), norm="shared")
+    bare = ContinualNet(nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()), [Head()])
     bare.add_task("dark", 3)
     with pytest.raises(ConfituneError, match="nothing to watch"):
         moments_at_test(bare, sequence[0], settings)
@@ -240,10 +251,11 @@ def test_one_task_alone(make_backbone, sequence, settings, make_run):
     assert recorder.result().d2 == recorder.result().d0
 
 
-@pytest.mark.parametrize("norm", ["shared", "task", "xconv"])
-def test_the_20_convolutions_of_resnet18_in_network_order(sequence, settings, norm):
-    expected = set(convert_xconv_bn(build_model("resnet18")).pairs.values())
-    net = ContinualNet(build_model("resnet18"), norm=norm)
+@pytest.mark.parametrize("method", [*KINDS, "best"])
+def test_the_20_convolutions_of_resnet18_in_network_order(sequence, settings, method):
+    model = build_model("resnet18")
+    expected = {name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
+    net = create_method(method).network(model)
     net.add_task("dark", 3)
     found = moments_at_test(net, sequence[0], settings.model_copy(update={"eval_batch_size": 64}))
     assert len(found) == 20

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from confitune.analysis import TransductiveResult, transductive_accuracy
 from confitune.analysis.moments import Moments
 from confitune.engine import evaluate
-from confitune.nn import ContinualNet
+from confitune.nn import ContinualNet, Head
 
 METHODS = ["confit", "finetune", "task-bn"]
 SOURCES = ("running", "true")
@@ -23,8 +23,8 @@ class Logits:
 
     def __init__(self, net):
         self.seen = []
-        for head in net.heads.values():
-            head.register_forward_hook(lambda module, args, output: self.seen.append(output.detach().clone()))
+        for linear in net.head.linears.values():
+            linear.register_forward_hook(lambda module, args, output: self.seen.append(output.detach().clone()))
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_batch_norm_that_is_called_twice(sequence, settings):
             return self.norm(self.second(x)).relu().mean((2, 3))
 
     torch.manual_seed(0)
-    net = ContinualNet(Twice(), norm="shared")
+    net = ContinualNet(Twice(), [Head()])
     net.add_task("dark", 3, torch.Generator().manual_seed(0))
     expected = in_training_mode(net, sequence[0])
     for size in (64, 7):

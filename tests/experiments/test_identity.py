@@ -15,7 +15,7 @@ from confitune.methods import create_method
 from confitune.settings import TrainSettings
 
 RESULTS = sorted((Path(__file__).parents[2] / "results").rglob("result.json"))
-GONE = {"best", "conv-step", "averaging", "probe"}  # methods and parts that results name and the program may not have
+GONE = {"best", "conv-step", "averaging", "probe"}  # of results: parts that are no more, and another best
 
 
 def identity(method="confit", seed=0, weights="abc", **values):
@@ -135,11 +135,11 @@ def test_a_result_of_version_1_is_not_run_again(finished, values, monkeypatch):
     assert result.final_sha256 == raw["final_sha256"]
 
 
-def test_a_method_that_is_a_file_is_not_executed_to_read_a_result(monkeypatch):
+@pytest.mark.parametrize("method", ["mine.py:Mine", "package.module:Mine", "ewc+mine.py:Mine"])
+def test_a_method_that_is_a_file_is_not_executed_to_read_a_result(monkeypatch, method):
     monkeypatch.setattr("confitune.experiments.methods.create_method", lambda name: pytest.fail(f"{name} was loaded"))
-    assert filled({"version": 2, "method": "mine.py:Mine", "options": {"mine": {"x": 1}}})["options"] == {
-        "mine": {"x": 1}
-    }
+    given = {"mine": {"x": 1}}
+    assert filled({"version": 2, "method": method, "options": given})["options"] == given
 
 
 def test_methods_that_are_not_here_any_more_have_no_defaults():

@@ -1,23 +1,22 @@
-"""What `confitune methods` says, against networks and penalties themselves."""
+"""What `confitune methods` says, against networks and methods themselves."""
 
 import io
 import json
-from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from confitune.errors import ConfituneError
 from confitune.experiments import method_page, methods_table, report_method, report_methods
 from confitune.experiments.methods import NETWORK
 from confitune.experiments.paper import searched
-from confitune.methods import METHODS, PENALTIES, create_method
-from confitune.nn import ContinualNet, build_model
+from confitune.methods import METHODS, create_method
+from confitune.nn import build_model
 
 SHARED = 11_176_512  # weights of ResNet18 without its head
 CONVOLUTIONS = SHARED - 2 * 4800  # less the affine parameters of its batch norms
-
-ROOT = Path(__file__).parents[2]
+ADDED = [name for name, kind in METHODS.items() if not kind.is_base()]
 
 
 @pytest.fixture(scope="module")
@@ -26,38 +25,45 @@ def reports():
 
 
 def test_every_method_is_there_with_all_that_is_said_of_it(reports):
-    assert list(reports) == [*METHODS, *PENALTIES]
+    assert list(reports) == list(METHODS)
     for name, report in reports.items():
-        assert report.summary == (METHODS.get(name) or PENALTIES[name]).summary
+        assert (report.summary, report.reference) == (METHODS[name].summary, METHODS[name].reference)
+        assert report.summary
         assert report.shares
         assert report.in_addition
     assert reports["confit"].reference == "Jie et al., CVPR Workshops 2022"
-    assert all(reports[name].reference == PENALTIES[name].reference for name in PENALTIES)
-    assert [name for name in PENALTIES if not PENALTIES[name].reference] == ["conv-step", "probe"]  # nobody's
+    assert ADDED == ["ewc", "si", "rwalk", "mas", "cpr", "afec"]
+    assert all(reports[name].reference for name in ADDED)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "single-task"])
+@pytest.mark.parametrize("name", ["finetune", "linear-probe", "task-bn", "confit", "best", "ccll"])
 def test_numbers_a_task_are_those_a_real_network_stores(reports, name):
-    method = create_method(name)
-    net = ContinualNet(build_model(NETWORK), norm=method.norm, **method.network)
-    assert reports[name].numbers_per_task == net.numbers_per_task
-    # The pre-trained state: four numbers for each of 4,800 channels, and all window means.
-    assert reports[name].numbers_once == (4 * 4_800 + (45_075 - 3 * 4_800) if net.pretrained is not None else 0)
+    net = create_method(name).network(build_model(NETWORK))
+    net.add_task("one", 10)
+    with torch.no_grad():
+        net.train()(torch.zeros(2, 3, 32, 32))
+    net.finish_task()
+    assert reports[name].numbers_per_task == net.storage()["one"].beside_head
 
 
 def test_the_numbers_that_are_known(reports):
     found = {name: report.numbers_per_task for name, report in reports.items()}
     assert (found["confit"], found["task-bn"], found["finetune"], found["joint"]) == (45_075, 19_200, 0, 0)
-    assert found["best"] == 21_576
-    assert f"{found['best']:,} numbers" in (ROOT / "docs/best.md").read_text()
+    assert found["best"] == 19_200 + 35_923  # a convolution's change of rank 1: its inputs and its outputs
     assert found["single-task"] == SHARED  # a network for every task, as its runs count it
     assert found["ccll"] - found["task-bn"] >= 172_800  # its 3x3 convolutions, then the gates
+
+
+def test_two_methods_keep_the_pretrained_batch_norms_once(reports):
+    kept = {name: report.numbers_once for name, report in reports.items() if name not in ADDED and report.numbers_once}
+    assert kept == {"best": 4 * 4_800, "ccll": 4 * 4_800}
+    assert "numbers once: 19,200\n" in printed(method_page(reports["ccll"]))
 
 
 @pytest.mark.parametrize(
     ("name", "per_weight"), [("ewc", 2), ("si", 2), ("mas", 2), ("rwalk", 4), ("cpr", 0), ("afec", 0)]
 )
-def test_penalties_keep_so_many_numbers_per_shared_weight_once(reports, name, per_weight):
+def test_methods_that_are_added_keep_so_many_numbers_per_shared_weight_once(reports, name, per_weight):
     report = reports[name]
     assert (report.numbers_per_task, report.numbers_once) == (0, per_weight * SHARED)
     assert report.once_per_weight == per_weight
@@ -69,14 +75,14 @@ def test_a_composed_method_has_what_its_parts_have():
     assert report.numbers_once == 6 * CONVOLUTIONS  # batch norms are each task's own
     assert report.once_per_weight == 6
     for part in ("confit", "mas", "rwalk"):
-        assert (METHODS.get(part) or PENALTIES[part]).summary in report.summary
+        assert METHODS[part].summary in report.summary
     assert {option.name.split(".")[0] for option in report.options} == {"mas", "rwalk"}
 
 
 def test_what_tasks_share(reports):
-    assert {name: report.shares for name, report in reports.items() if name in METHODS} == {
+    assert {name: report.shares for name, report in reports.items() if name not in ADDED} == {
         "finetune": "the backbone",
-        "best": "convolutions",
+        "best": "convolutions, frozen",
         "confit": "convolutions",
         "hierarchical": "the backbone",
         "finetune-xconv": "convolutions",
@@ -85,7 +91,7 @@ def test_what_tasks_share(reports):
         "linear-probe": "the backbone, frozen",
         "single-task": "nothing",
         "joint": "the backbone",
-        "ccll": "the backbone, frozen",
+        "ccll": "convolutions, frozen",
     }
 
 
@@ -101,7 +107,7 @@ def test_options_come_with_defaults_descriptions_and_the_papers_values():
         assert option.paper == row.chosen
 
 
-@pytest.mark.parametrize("name", [*METHODS, *PENALTIES, "mas-cpr", "ewc+confit"])
+@pytest.mark.parametrize("name", [*METHODS, "mas-cpr", "ewc+confit"])
 def test_the_examples_are_commands_that_are_understood(name):
     from confitune.experiments import make_recipe, merge_settings, plan_search
 
@@ -139,7 +145,9 @@ def rows(text):
 
 
 def test_the_table_has_a_row_for_every_method(reports):
-    found = {row[0]: row for row in rows(printed(methods_table(list(reports.values())))) if row[0]}
+    text = printed(methods_table(list(reports.values())))
+    found = {row[0]: row for row in rows(text) if row[0]}
+    assert "…" not in text
     assert list(found) == list(reports)
     assert (found["confit"][3], found["confit"][4]) == ("45,075", "0")
     assert (found["ewc"][3], found["ewc"][4]) == ("0", "22,353,024")
@@ -163,5 +171,7 @@ def test_the_page_of_a_method_shows_its_options_and_how_to_call_it():
     assert "confitune tune ewc" in text
     text = printed(method_page(report_method("confit")))
     assert "It has no options." in text
+    assert "settings of the network that matter to it: means, statistics\n" in text
+    assert "settings of the network" not in printed(method_page(report_method("ewc")))
     assert "numbers a task: 45,075 (resnet18, without its head)" in text
     assert rows(printed(method_page(report_method("ccll"))))[0][:2] == ["ccll.start", "random"]  # no dataset columns

@@ -120,34 +120,26 @@ def test_methods_can_be_left_out(tmp_path):
         parts_of("table2", Scope(tmp_path, methods=("ewc",)))
 
 
-def test_best_is_shown_where_moments_are_looked_at_if_it_is_asked_for(tmp_path):
-    ablation = {"finetune", "hierarchical", "finetune-xconv", "confit"}
-    for what in ("shift", "transductive"):
-        assert {part.method for part in parts_of(what, Scope(tmp_path))} == ablation
-        asked = Scope(tmp_path, methods=("best", "confit"))
-        assert [part.method for part in parts_of(what, asked)] == ["confit", "best"]
-    with pytest.raises(ConfituneError, match="none of the methods asked for is part of table2"):
-        parts_of("table2", Scope(tmp_path, methods=("best",)))
-
-
-def test_best_keeps_its_own_network_unless_another_is_given(tmp_path):
-    def forms(**given):
-        scope = Scope(tmp_path, methods=("confit", "best"), given=given)
-        return {part.method: (part.form, part.folder.name) for part in parts_of("shift", scope)}
-
+def test_moments_are_looked_at_where_the_ablation_is(tmp_path):
     start = "published-resnet18.tv_in1k"
-    assert forms() == {
-        "confit": ("phase means, running statistics", f"{start}-phase-running"),
-        "best": ("window means, pass statistics", f"{start}-window-pass"),
-    }
-    assert forms(means="window", statistics="running") == {
-        "confit": ("window means, running statistics", f"{start}-window-running"),
-        "best": ("window means, running statistics", f"{start}-window-running"),
-    }
-    (best,) = parts_of("shift", Scope(tmp_path, methods=("best",)))
-    assert best.recipe.train_settings(0, "best").lr == 0.03
-    (plain,) = parts_of("shift", Scope(tmp_path, methods=("finetune",)))
-    assert plain.form == ""
+    for what in ("shift", "transductive"):
+        parts = {part.method: (part.form, part.folder.name) for part in parts_of(what, Scope(tmp_path))}
+        assert set(parts) == {"finetune", "hierarchical", "finetune-xconv", "confit"}
+        assert parts["finetune"][0] == ""
+        assert parts["confit"] == ("phase means, running statistics", f"{start}-phase-running")
+    window = Scope(tmp_path, methods=("confit",), given={"means": "window", "statistics": "pass"})
+    (part,) = parts_of("shift", window)
+    assert (part.form, part.folder.name) == ("window means, pass statistics", f"{start}-window-pass")
+
+
+def test_storage_stands_beside_what_the_paper_says_of_a_task(tmp_path):
+    scope = Scope(tmp_path, methods=("confit", "ccll"), given={"tasks": 2})
+    (outcome,) = reproduce(["storage"], scope)
+    assert [(claim.measured, claim.holds) for claim in outcome.claims] == [("19,148", True), ("216,000", False)]
+    (table,) = outcome.tables.values()
+    assert "| confit | 19,148 | 38,296 |" in table
+    assert "| ccll | 235,200 | 451,200 |" in table  # with the pre-trained batch norms, once
+    assert (tmp_path / "storage-flowers102.png").exists()
 
 
 def test_a_file_names_what_to_do_and_options_win(tmp_path):

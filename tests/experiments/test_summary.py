@@ -16,7 +16,14 @@ from confitune.cli import app
 from confitune.engine import RunResult
 from confitune.engine.result import summary_of
 from confitune.errors import ConfituneError
-from confitune.experiments import collect_results, comparison_page, draw_pictures, summary_table, write_summary
+from confitune.experiments import (
+    collect_results,
+    comparison_page,
+    draw_pictures,
+    run_folder,
+    summary_table,
+    write_summary,
+)
 from confitune.experiments.summary import compare
 
 NAN = math.nan
@@ -47,7 +54,7 @@ def result(method="confit", seed=0, matrix=((90.0, 80.0), (NAN, 95.0)), dataset=
 
 def saved(out, *results):
     for r in results:
-        folder = out / r.dataset / r.method / f"seed-{r.seed}"
+        folder = run_folder(out, r.dataset, r.method, r.seed)
         folder.mkdir(parents=True, exist_ok=True)
         r.save(folder / "result.json")
 
@@ -153,6 +160,7 @@ def test_the_best_method_stands_out():
 
 def test_a_path_with_brackets_is_shown_as_it_is():
     assert "folder:/data/[cats]/x: 2 tasks" in printed(summary_table([result(dataset="folder:/data/[cats]/x")]))
+    assert "/data/[cats]/x.py:Mine" in printed(summary_table([result("/data/[cats]/x.py:Mine")]))
 
 
 def test_pictures_are_drawn_of_every_dataset(tmp_path):
@@ -187,6 +195,10 @@ def test_pictures_of_chosen_methods_in_their_order(tmp_path, monkeypatch):
     np.testing.assert_array_equal(shown["overview_figure"][2], matrices)
     curves = [[r.matrix[0, 0], r.matrix[:, 1].mean()] for r in SEEDS]
     np.testing.assert_allclose(shown["curves_figure"][2], curves)
+    own = ("/home/me/one.py:Mine", "ewc+../one.py:Mine", "/a/two.py:Mine", "/b/two.py:Mine")
+    saved(tmp_path, *map(result, own))
+    draw_pictures(tmp_path, own)
+    assert shown["overview_figure"][0] == ["one.py:Mine", "ewc+one.py:Mine", "a-two.py-Mine", "b-two.py-Mine"]
 
 
 def test_joint_alone_gives_no_picture(tmp_path):

@@ -129,14 +129,14 @@ def test_the_other_parts_keep_what_the_paper_chose_or_the_recipe_says():
     for given, strength in (({}, 30), ({"options": {"mas": {"strength": 7}}}, 7)):
         search = plan_search("mas-cpr", {"dataset": "flowers102", **given})
         for value in search.grid:
-            mas, cpr = search.validation(value).method("mas-cpr").penalties
+            mas, cpr = search.validation(value).method("mas-cpr").hooks
             assert (mas.options.strength, cpr.options.beta) == (strength, value)
 
 
 def test_another_option_takes_its_own_grid():
     search = plan_search("mas-cpr", {"dataset": "flowers102"}, "mas.strength")
     assert search.grid == (1, 3, 10, 30, 100, 300)
-    mas, cpr = search.retraining(3).method("mas-cpr").penalties
+    mas, cpr = search.retraining(3).method("mas-cpr").hooks
     assert (mas.options.strength, cpr.options.beta) == (3, 0.1)  # the paper's beta for flowers102
 
 
@@ -383,7 +383,7 @@ def started(monkeypatch):
     runs, run = [], SequenceRun.run
 
     def spy(self):
-        runs.append((self.method.penalties[0].options.strength, self.settings.seed, self.config.get("held_out")))
+        runs.append((self.method.options.strength, self.settings.seed, self.config.get("held_out")))
         return run(self)
 
     monkeypatch.setattr(SequenceRun, "run", spy)

@@ -3,7 +3,7 @@
 from confitune.analysis.moments import LayerMoments, moments_at_test, paired_convs
 from confitune.analysis.saved import SavedResult
 from confitune.analysis.shift import LayerErrors, OverChannels, ShiftRecorder, ShiftResult
-from confitune.analysis.storage import StorageResult, StorageRow, measure_storage, storage_of
+from confitune.analysis.storage import StorageResult, StorageRow, kept_once, measure_storage
 from confitune.analysis.theory import (
     Proposition1,
     Proposition2,
@@ -31,9 +31,9 @@ __all__ = [
     "check_proposition1",
     "check_proposition2",
     "check_proposition3",
+    "kept_once",
     "measure_storage",
     "moments_at_test",
     "paired_convs",
-    "storage_of",
     "transductive_accuracy",
 ]

@@ -21,22 +21,20 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from confitune.analysis.saved import SavedResult
-from confitune.engine import RunResult
-from confitune.errors import ConfituneError
 from confitune.methods import Method, create_method, method_classes
 from confitune.nn import ContinualNet, headless, without_memory
 from confitune.nn.geometry import Means
 
 
 class StorageRow(BaseModel):
-    """One method after so many tasks; None where it is not known."""
+    """One method after so many tasks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: str
     tasks: int
-    kept: int | None
-    peak: int | None
+    kept: int
+    peak: int
     heads: int
 
 
@@ -83,7 +81,7 @@ def measure_storage(
         if isinstance(method, str):
             kinds = [kind for kind in method_classes(method) if "means" in kind.Options.model_fields]
             method = create_method(method, {kind.name: {"means": means} for kind in kinds})
-        rows += [*_grow(method, make, classes_per_task, tasks, image_size)]
+        rows += [*_grow(copy.deepcopy(method), make, classes_per_task, tasks, image_size)]
     return StorageResult(
         model=model if isinstance(model, str) else type(make()).__name__,
         pretrained=_numbers(headless(make()).state_dict()),
@@ -94,22 +92,10 @@ def measure_storage(
     )
 
 
-def storage_of(result: RunResult) -> list[StorageRow]:
-    """The same from a finished run, where the result has it: what a method keeps besides and the peak are not in it.
-
-    A single-task run's result counts each copy's parameters without its running moments.
-    """
-    try:
-        known = not any(kind.kept or kind.running for kind in method_classes(result.method))
-    except ConfituneError:
-        known = False  # a method of the user's own
-    rows, kept, heads = [], 0, 0
-    joint = len(result.tasks) < len(result.accuracy_matrix)  # all tasks as one
-    for number, task in enumerate(result.tasks, 1):
-        kept, heads = kept + task["norm_numbers"], heads + task["head_numbers"]
-        tasks = len(result.accuracy_matrix) if joint else number
-        rows.append(StorageRow(method=result.method, tasks=tasks, kept=kept if known else None, peak=None, heads=heads))
-    return rows
+def kept_once(net: ContinualNet, method: Method) -> int:
+    """Numbers that are kept however many tasks there are: what parts keep of pre-training, and what methods hold."""
+    of_parts = sum(_numbers(list(part.buffers(recurse=False))) for part in net.parts.values())
+    return of_parts + sum(hook.storage() for hook in method.hooks)
 
 
 def _grow(method: Method, make: Callable[[], nn.Module], classes: int, tasks: int, size: int) -> Iterator[StorageRow]:
@@ -125,12 +111,10 @@ def _grow(method: Method, make: Callable[[], nn.Module], classes: int, tasks: in
         of_one = pretrained if method.separate else 0
         peak = _learn(net, method, f"task{count}", classes * (count if method.joint else 1), images) - pretrained
         storage = net.storage().values()
-        kept = sum(task.beside_head for task in storage) + sum(hook.storage() for hook in method.hooks)
-        kept += sum(_numbers(list(part.buffers(recurse=False))) for part in net.parts.values())  # what is kept once
         yield StorageRow(
             method=method.name,
             tasks=count,
-            kept=kept + count * of_one,
+            kept=kept_once(net, method) + sum(task.beside_head for task in storage) + count * of_one,
             peak=peak + count * of_one,  # the copy in training is the last of them
             heads=sum(task.head for task in storage),
         )

@@ -64,8 +64,9 @@ def methods_command(
     """List the methods, what each stores and what it does besides plain fine-tuning; with a name, its options.
 
     Numbers are those of a ResNet18, measured from the network that each method trains, without heads: "a task" for
-    every task, "once" however many there are. Penalties (ewc, si, rwalk, mas, cpr, afec) join a base method and one
-    another by '+'; alone they join finetune. mas-cpr and mas-afec are the paper's names of mas+cpr and mas+afec.
+    every task, "once" however many there are. Those that add to a step (ewc, si, rwalk, mas, cpr, afec) join another
+    method and one another by '+'; alone they join finetune. mas-cpr and mas-afec are the paper's names of mas+cpr and
+    mas+afec. A method of your own is FILE.py:CLASS.
 
     [bold]Examples[/bold]
 

@@ -90,7 +90,7 @@ def run_command(
     recipe: RecipeFile = None,
     method: Annotated[
         list[str] | None,
-        Option(help="repeatable: confit, finetune, hierarchical, finetune-xconv, task-bn, bn-only, linear-probe, ..."),
+        Option(help="repeatable: confit, best, finetune, ewc, ... (`confitune methods`), or your own: FILE.py:CLASS"),
     ] = None,
     seeds: Seeds = None,
     changes: Set = None,
@@ -200,10 +200,7 @@ def reproduce_command(
     datasets: Annotated[
         list[str] | None, Option(help="repeatable, or with commas; default: flowers102; any that `run` takes")
     ] = None,
-    methods: Annotated[
-        list[str] | None,
-        Option(help="only these, of those that are compared; shift and transductive also know best"),
-    ] = None,
+    methods: Annotated[list[str] | None, Option(help="only these, of those that are compared")] = None,
     seeds: Annotated[int | None, Option(min=1, help="runs of each method; default: the paper's 5")] = None,
     quick: Annotated[bool, Option("--quick", help="2 tasks, 5 epochs, 1 seed: see that everything works")] = False,
     changes: Set = None,

@@ -164,11 +164,28 @@ class Loaded:
         sequence = recipe.load_tasks(backbone.mean, backbone.std, progress)
         if any(recipe.method(name).joint for name in recipe.methods):
             sequence.require_joinable()  # now, not after the methods that do without have been trained
+        _require_taken(backbone, sequence)
         return cls(backbone, place(sequence, device, recipe.pixels))
 
     def network(self, job: Job) -> ContinualNet:
         """A fresh network for a run."""
         return job.recipe.method(job.method).network(copy.deepcopy(self.backbone.module))
+
+
+@torch.no_grad()
+def _require_taken(backbone: Backbone, sequence: TaskSequence) -> None:
+    """Refuse images of a size that the network does not take."""
+    kinds = {(task.preprocess, task.train.pixels.shape[2:]): task for task in reversed(sequence)}
+    for task in kinds.values():
+        inputs = task.inputs(task.train.batch(torch.tensor([0]))[0])
+        try:
+            copy.deepcopy(backbone.module).eval()(inputs)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            height, width = inputs.shape[2:]
+            raise ConfituneError(
+                f"{backbone.name} does not take images of {height} x {width} as in task {task.name!r} ({error}): "
+                "choose another --model"
+            ) from error
 
 
 Show = Callable[[Job], AbstractContextManager[Listener]]

@@ -16,10 +16,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from confitune.analysis import kept_once
 from confitune.errors import ConfituneError
 from confitune.experiments.paper import Searched, searched
 from confitune.methods import METHODS, Method, create_method, method_classes
-from confitune.nn import without_memory
+from confitune.nn import ContinualNet, without_memory
 
 NETWORK = "resnet18"
 Value = float | bool | str
@@ -54,9 +55,9 @@ def defaults_of(method: Method) -> dict[str, dict[str, Any]]:
 def option_defaults(name: str) -> Mapping[str, Mapping[str, Any]]:
     """The same of a method by its name; none for a method that is not here any more.
 
-    Results of other people name methods, too: a file that a name refers to is not executed for them.
+    Results of other people name methods, too: a file or module that a name refers to is not executed for them.
     """
-    if ".py" in name:
+    if ":" in name:
         return {}
     try:
         return defaults_of(create_method(name))
@@ -117,13 +118,13 @@ def report_method(name: str) -> MethodReport:
     for hook in method.hooks:
         hook.attach(net, 0)
     shared = sum(parameter.numel() for parameter in net.shared_parameters().values())
-    once = sum(hook.storage() for hook in method.hooks)
+    once = kept_once(net, method)
     own = sum(parameter.numel() for parameter in net.backbone.parameters()) if method.separate else 0
     kinds = [kind for kind in METHODS.values() if kind in method_classes(name)] or method_classes(name)
     return MethodReport(
         name=name,
         summary="; ".join(kind.summary for kind in kinds),
-        shares=_shares(method),
+        shares="nothing" if method.separate else _shares(method, net),
         numbers_per_task=net.numbers_per_task + own,
         numbers_once=once,
         once_per_weight=once // shared,
@@ -137,16 +138,13 @@ def report_method(name: str) -> MethodReport:
 def method_options(*names: str) -> list[OptionReport]:
     """The options of these methods, each once; without names, of everything that comes along."""
     chosen = {(row.part, row.option): row.chosen for row in searched()}
-    models = {part: options for name in names or METHODS for part, options in _options_of(name).items()}
+    methods = map(create_method, names or METHODS)
+    models = {part: options for method in methods for part, options in options_of(method).items()}
     return [
         OptionReport(f"{part}.{name}", field.default, field.description or "", chosen.get((part, name), {}))
         for part, options in models.items()
         for name, field in options.model_fields.items()
     ]
-
-
-def _options_of(name: str) -> dict[str, type[BaseModel]]:
-    return options_of(create_method(name))
 
 
 def paper_search(method: str) -> Searched | None:
@@ -175,7 +173,7 @@ def methods_table(reports: Sequence[MethodReport]) -> Table:
     )
     table.add_column("method", no_wrap=True)
     table.add_column("what it does", ratio=3)
-    table.add_column("tasks share", max_width=12)
+    table.add_column("tasks share", max_width=13)
     table.add_column("a task", justify="right")
     table.add_column("once", justify="right")
     table.add_column("in addition", ratio=3)
@@ -189,12 +187,15 @@ def methods_table(reports: Sequence[MethodReport]) -> Table:
 def method_page(report: MethodReport) -> Group:
     """All of one method: what it takes, its options, and how it is called."""
     lines = [Text(report.name, style="bold") + Text(f": {report.summary}", style="not bold")]
+    kinds = method_classes(report.name)
+    settings = [name for name in XCONV if any(name in kind.Options.model_fields for kind in kinds)]
     facts = {
         "reference": report.reference,
         "tasks share": report.shares,
         "numbers a task": f"{report.numbers_per_task:,} ({NETWORK}, without its head)",
         "numbers once": _once(report).replace("\n", ", "),
         "in addition": report.in_addition,
+        "settings of the network that matter to it": ", ".join(settings),
     }
     lines += [Text(f"  {name}: {fact}") for name, fact in facts.items() if fact]
     examples = [Text(f"  {example}", style="cyan") for example in report.examples]
@@ -216,11 +217,8 @@ def _options_table(options: Sequence[OptionReport]) -> Table:
     return table
 
 
-def _shares(method: Method) -> str:
-    if method.separate:
-        return "nothing"
-    own_norms = method.network(without_memory(NETWORK)).numbers_per_task
-    what = "convolutions" if own_norms else "the backbone"
+def _shares(method: Method, net: ContinualNet) -> str:
+    what = "convolutions" if net.numbers_per_task else "the backbone"
     trained = any("weights" in stage.trains for task in (0, 1) for stage in method.stages(10, task))
     return what if trained else f"{what}, frozen"
 
@@ -234,6 +232,5 @@ def _examples(name: str) -> tuple[str, ...]:
 
 
 def _once(report: MethodReport) -> str:
-    if not report.numbers_once:
-        return "0"
-    return f"{report.numbers_once:,}\n{report.once_per_weight} per shared weight"
+    per_weight = f"\n{report.once_per_weight} per shared weight" if report.once_per_weight else ""
+    return f"{report.numbers_once:,}{per_weight}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +57,10 @@ def draw_pictures(out: Path, methods: tuple[str, ...] | None = None) -> list[Pat
     drawn = []
     for dataset, found in collect_results(out).items():
         chosen = {name: found[name] for name in map(file_name, methods or found) if name in found}
-        measured = {name: np.stack([result.matrix for result in results]) for name, results in chosen.items()}
+        measured = {
+            label: np.stack([result.matrix for result in results])
+            for label, results in zip(_labels(chosen), chosen.values(), strict=True)
+        }
         sequential = {name: stack for name, stack in measured.items() if not np.isnan(stack[:, 0, 0]).any()}
         if not sequential:
             continue
@@ -72,6 +76,12 @@ def draw_pictures(out: Path, methods: tuple[str, ...] | None = None) -> list[Pat
             save_figure(figure, out / dataset / name)
             drawn.append(out / dataset / name)
     return drawn
+
+
+def _labels(found: Mapping[str, Sequence[RunResult]]) -> list[str]:
+    """What methods are called in pictures: files of a user's own without their folders, where that tells them apart."""
+    short = [re.sub(r"[^+]*/", "", results[0].method) for results in found.values()]
+    return [name if short.count(label) > 1 else label for name, label in zip(found, short, strict=True)]
 
 
 def summary_table(results: list[RunResult]) -> Table:
@@ -98,7 +108,7 @@ def summary_table(results: list[RunResult]) -> Table:
         numbers = max(task["norm_numbers"] + task["head_numbers"] for result in group for task in result.tasks)
         seconds = float(np.mean([r.seconds for r in group]))
         cells = _cells([getattr(r, name) for r in group] for name in _COLUMNS)
-        table.add_row(method, *cells, f"{numbers:,}", f"{seconds:.0f}", style=style)
+        table.add_row(escape(method), *cells, f"{numbers:,}", f"{seconds:.0f}", style=style)
     return table
 
 
@@ -235,8 +245,8 @@ def comparison_table(settings: Sequence[Setting]) -> str:
     return markdown_table([*differing, *_HEAD[1:], "numbers a task", "seeds"], rows)
 
 
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown with these column titles.
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> str:
+    """Markdown with these column titles; `numbers`: all columns but the first are.
 
     >>> print(markdown_table(["method", "ACC"], [["confit", "94.0"]]))
     | method | ACC |
@@ -244,7 +254,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     | confit | 94.0 |
     """
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+    return "\n".join([lines[0], "|---" + ("|---:" if numbers else "|---") * (len(head) - 1) + "|", *lines[1:]])
 
 
 def _cells(values: Iterable[Sequence[float | None] | None]) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from confitune.errors import ConfituneError
 from confitune.experiments.report.data import EXPLAINED, DatasetRuns, Report, TextTable, collect_report, run_facts
 from confitune.experiments.report.page import report_page
+from confitune.experiments.summary import markdown_table
 from confitune.files import write_whole
 
 
@@ -65,7 +66,7 @@ def _dataset(data: DatasetRuns) -> list[str]:
     for method in data.methods:
         name = f"**{plain(method.name)}** (best ACC)" if data.is_best(method) else plain(method.name)
         rows.append([name, *(text for text, _ in method.cells().values())])
-    parts += [_lines(columns, rows), EXPLAINED]
+    parts += [markdown_table(columns, rows, numbers=True), EXPLAINED]
     for table in (data.curve_table(), data.lost_table(), data.storage_table()):
         parts += [f"### {table.caption}", _table(table)]
     parts.append("### Accuracy of each task after each task (%), mean over seeds")
@@ -80,9 +81,4 @@ def _dataset(data: DatasetRuns) -> list[str]:
 
 
 def _table(table: TextTable) -> str:
-    return _lines(table.columns, [[plain(cell) for cell in row] for row in table.rows])
-
-
-def _lines(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    return markdown_table(table.columns, [[plain(cell) for cell in row] for row in table.rows], numbers=True)

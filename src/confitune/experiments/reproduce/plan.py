@@ -16,7 +16,6 @@ from confitune.tasks import dataset_info
 
 TABLE1 = tuple(reported("table1"))
 ABLATION = tuple(reported("table2"))
-ON_REQUEST = ("best",)  # beside the ablation where moments are looked at, if asked for by name
 CONTROLS = ("bn-only", "task-bn", "joint")
 DEEPER = ("resnet34.bt_in1k", "resnet50.ram_in1k")  # the paper's ResNet34 and ResNet50 in today's timm
 QUICK: Mapping[str, Any] = {"epochs": 5, "seeds": 1, "tasks": 2}  # the fewest epochs with all three stages
@@ -29,7 +28,7 @@ class Scope:
     Args:
         out: where everything goes.
         datasets: of the paper, or any other that `load_tasks` knows.
-        methods: only these, of those that an experiment compares; None: all but `ON_REQUEST`.
+        methods: only these, of those that an experiment compares; None: all.
         seeds: runs of each method; None: the paper's 5 (CCLL: 1).
         pipeline: of the images; datasets that have only a clean one are taken so.
         quick: two tasks, five epochs and one seed where nothing else is asked for, to see that everything works.
@@ -145,19 +144,14 @@ class Part:
         }
 
 
-def watched_methods(scope: Scope) -> tuple[str, ...]:
-    """Methods whose moments are measured while their runs go on."""
-    return scope.chosen(ABLATION if scope.methods is None else (*ABLATION, *ON_REQUEST))
-
-
 def parts_of(what: str, scope: Scope) -> list[Part]:
     """The runs that `what` needs; some of them may be done."""
     makers = {
         "table1": lambda d: _parts(scope, d, TABLE1),
         "table2": lambda d: _parts(scope, d, ABLATION),
         "curves": lambda d: _parts(scope, d, TABLE1),
-        "shift": lambda d: _parts(scope, d, watched_methods(scope)),
-        "transductive": lambda d: _parts(scope, d, watched_methods(scope)),
+        "shift": lambda d: _parts(scope, d, ABLATION),
+        "transductive": lambda d: _parts(scope, d, ABLATION),
         "controls": lambda d: [
             *_parts(scope, d, CONTROLS),
             *(

@@ -15,7 +15,7 @@ from confitune.experiments.job import TrainingError
 from confitune.experiments.place import LocalPlace, Place
 from confitune.experiments.reproduce import figures, moments, tables
 from confitune.experiments.reproduce.outcome import Outcome, write_index, write_outcome
-from confitune.experiments.reproduce.plan import Part, Scope, parts_of, watched_methods
+from confitune.experiments.reproduce.plan import ABLATION, Part, Scope, parts_of
 from confitune.experiments.runner import finish_plan, plan_recipe
 from confitune.files import require_writable
 
@@ -51,7 +51,7 @@ def reproduce(whats: Sequence[str], scope: Scope, *, place: Place | None = None)
     wanted = WHATS if "all" in whats else tuple(dict.fromkeys(whats))
     parts = {what: parts_of(what, scope) for what in wanted}
     require_writable(scope.out)
-    watched = _files(parts_of("shift", scope)) if watched_methods(scope) else set()
+    watched = _files(parts_of("shift", scope)) if scope.chosen(ABLATION) else set()
     failures = _run_missing([part for needed in parts.values() for part in needed], watched, place)
     outcomes = []
     for what in wanted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,10 +97,9 @@ def controls(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         rows = []
         for part in of_it:
             for method, results in results_of([part]).items():
-                acc = mean_and_interval([r.acc for r in results])
+                (acc, acc_shown), (_, fgt_shown) = _mean_and_text(results, "acc"), _mean_and_text(results, "fgt")
                 name = f"{method}, {part.form}" if method == "confit" else method
-                cells = (shown(acc.mean, acc.half_width), _forgetting(results))
-                rows.append((acc.mean, name, *cells, len(results)))
+                rows.append((acc, name, acc_shown, fgt_shown, len(results)))
         rows.sort(reverse=True)
         table = [[name, acc, fgt, str(seeds)] for _, name, acc, fgt, seeds in rows]
         outcome.tables[dataset] = markdown_table(["", "ACC", "FGT", "seeds"], table)
@@ -110,10 +110,11 @@ def controls(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     return outcome
 
 
-def _forgetting(results: Sequence[RunResult]) -> str:
-    known = [r.fgt for r in results if r.fgt is not None]
-    lost = mean_and_interval(known) if known else None
-    return shown(lost.mean, lost.half_width) if lost else "-"
+def _mean_and_text(results: Sequence[RunResult], metric: str) -> tuple[float, str]:
+    """Over the runs in which the metric is defined: nothing is forgotten where all tasks are learned at once."""
+    known = [getattr(r, metric) for r in results if getattr(r, metric) is not None]
+    found = mean_and_interval(known) if known else None
+    return (found.mean, shown(found.mean, found.half_width)) if found else (math.nan, "-")
 
 
 def deeper(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
@@ -124,9 +125,8 @@ def deeper(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         rows = []
         for part in of_it:
             for method, results in results_of([part]).items():
-                acc, fgt = (mean_and_interval([getattr(r, key) for r in results]) for key in ("acc", "fgt"))
-                found[part.recipe.model.split(".")[0], method] = (acc.mean, fgt.mean)
-                cells = (shown(acc.mean, acc.half_width), shown(fgt.mean, fgt.half_width))
+                means, cells = zip(*(_mean_and_text(results, metric) for metric in ("acc", "fgt")), strict=True)
+                found[part.recipe.model.split(".")[0], method] = means
                 rows.append([part.recipe.model, method, *cells, str(len(results))])
         outcome.tables[dataset] = markdown_table(["network", "method", "ACC", "FGT", "seeds"], rows)
         outcome.data[dataset] = [{"network": n, "method": m, "acc": a, "fgt": f} for (n, m), (a, f) in found.items()]
