@@ -36,4 +36,4 @@ def test_python_example_runs_and_forgets_little(capsys: pytest.CaptureFixture[st
     first, second, numbers = map(eval, capsys.readouterr().out.strip().splitlines())
     assert first["task1"] > 60  # chance is 25
     assert first["task1"] - second["task1"] < 15
-    assert numbers == {task: {"norms": 255_835, "head": 5_124} for task in ("task1", "task2")}
+    assert numbers == {name: {"norms": 255_835, "head": 5_124} for name in ("task1", "task2")}

@@ -108,7 +108,7 @@ def test_phase_means_are_exact_for_full_padding_and_for_1x1(case, seed):
 @settings(max_examples=75)
 @given(convolutions(), st.integers(0, 2**16))
 def test_phase_recovery_is_the_convolution_of_the_periodic_map(case, seed):
-    """Eq. 9 as written: a map of the input's size that repeats the phase means, convolved and averaged."""
+    """Eq. 11 as written: a map of the input's size that repeats the phase means, convolved and averaged."""
     x, conv, layer = track_then_move(*case, seed, "phase", torch.float64)
     down, right = conv.stride
     periodic = torch.zeros_like(x[:1])

@@ -1,4 +1,4 @@
-"""Representational shift of every convolution that a batch norm follows (ConFiT, sec. 4.2, ablation study).
+"""Representational shift of every convolution that a batch norm follows (ConFiT, sec. 4.2.2, ablation study).
 
 With mu_te^j and v_te^j the true mean and variance of a convolution's output on the TEST set of the first task after
 training task j, and mu_r^j and v_r^j those that its batch norm uses when that task is tested then, all [C], the paper

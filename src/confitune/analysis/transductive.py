@@ -1,4 +1,4 @@
-"""Accuracy with the true moments of the test set: is correcting the running variance worth it? (ConFiT, sec. 4.2)
+"""Accuracy with the true moments of the test set: is correcting the running variance worth it? (ConFiT, sec. 4.2.3)
 
 Every batch norm normalises with a mean and a variance, and each of the two may be the running one (recovered, stored or
 shared, as the network's kind has it) or the true one. True moments are those of the tensor that the layer REALLY gets

@@ -1,4 +1,4 @@
-"""The mean of a convolution's output, from means of its input (ConFiT, Eq. 9 and its exact form)."""
+"""The mean of a convolution's output, from means of its input (ConFiT, Eq. 11 and its exact form)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def recover_output_mean(weight: Tensor, bias: Tensor | None, window_means: Tenso
 def window_means_from_phases(phase_means: Tensor, geometry: ConvGeometry, size: Size) -> Tensor:
     """Window means of the periodic map that phase means define at the input's real size ([C, s, s] -> [C, K, K]).
 
-    Same number as building the map, running the convolution on it and averaging the output (Eq. 9), without the map.
+    Same number as building the map, running the convolution on it and averaging the output (Eq. 11), without the map.
     """
     rows, columns = (on_device(geometry.window_from_phases, axis, size[axis], phase_means) for axis in (0, 1))
     return rows @ phase_means @ columns.T

@@ -38,7 +38,7 @@ class XconvLayer:
 
     @torch.no_grad()
     def recovered_mean(self) -> Tensor:
-        """Output mean under the current weights (Eq. 9; exact for window means), of the task that is live."""
+        """Output mean under the current weights (Eq. 11; exact for window means), of the task that is live."""
         if not self.inputs.batches:
             raise ConfituneError("no input statistics yet: run training batches through the network first")
         weight, bias = self._weight_in_use()

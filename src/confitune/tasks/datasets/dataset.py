@@ -29,7 +29,7 @@ class DatasetInfo:
         epochs: default for training each task; the paper's for the four sets of the paper.
         image_size: side of the images that the network sees.
         pipelines: which treatments of the images there are, the default first.
-        from_paper: whether tasks, batch size and epochs are those of the ConFiT paper (sec. 5.1).
+        from_paper: whether tasks, batch size and epochs are those of the ConFiT paper (sec. 4.1).
     """
 
     name: str
