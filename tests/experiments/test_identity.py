@@ -106,8 +106,9 @@ def recipe_of(config):
 def test_every_committed_result_counts_as_finished():
     versions = Counter()
     for path in RESULTS:
-        config = RunResult.load(path).config
-        wanted = recipe_of(config).identity(config["method"], config["seed"], config["weights_sha256"])
+        result = RunResult.load(path)
+        config = result.config
+        wanted = recipe_of(config).identity(config["method"], result.seed, config["weights_sha256"])
         require_same_run(config, wanted, path)
         versions[config.get("version", 1)] += 1
     assert versions[1] >= 309  # of confitune 0.1: before there were options, before there was clip_norm, and after
