@@ -233,10 +233,10 @@ def test_seeds_are_one_row_and_only_what_differs_is_shown(runs):
     page = comparison_page([runs])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
     assert rows[0] == [
-        *("method", "cpr.beta", "lr"),
+        *("method", "lr", "cpr.beta"),
         *("ACC ↑", "FGT ↓", "when learned", "numbers a task", "seeds"),
     ]
-    settings = [["confit", "0.333", "0.03"], ["confit", "", "0.01"], ["finetune", "", "0.01"]]
+    settings = [["confit", "0.03", "0.333"], ["confit", "0.01", ""], ["finetune", "0.01", ""]]
     assert [row[:3] for row in rows[2:]] == settings
     assert rows[2][3] == "94.5 ± 6.4"
     assert rows[2][-1] == "2"

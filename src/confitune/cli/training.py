@@ -280,7 +280,7 @@ def compare_command(
 
       confitune compare runs/lr-0.01 runs/lr-0.03
 
-      confitune compare results/beyond --out beyond.md
+      confitune compare results/photos* --out photos.md
     """
     from confitune.experiments import comparison_page
     from confitune.files import write_whole
