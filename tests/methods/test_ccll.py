@@ -2,14 +2,11 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from confitune.engine import Listener, TrainSettings
 from confitune.methods import create_method
-from confitune.nn import build_model
 from confitune.nn.parts.calibrations import Calibration
 
 
@@ -99,66 +96,6 @@ def test_in_training_mode_the_identity_start_is_the_network_in_training_mode(mak
         assert torch.equal(identity.backbone[1].running_mean, plain.backbone[1].running_mean)
 
 
-def by_hand(calibration, x, scale):
-    """Both calibrations channel by channel, in numpy."""
-    spatial = calibration.spatial.weight.detach().numpy()
-    gate, bias = calibration.gate.weight.detach().numpy()[:, :, 0, 0], calibration.gate.bias.detach().numpy()
-    channels, height, width = x.shape[1:]
-    size = spatial.shape[1]
-    padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
-    y = x.copy()
-    for out in range(channels):
-        group = out // size * size
-        for k in range(size):
-            for i in range(3):
-                for j in range(3):
-                    y[:, out] += spatial[out, k, i, j] * padded[:, group + k, i : i + height, j : j + width]
-    means = y.mean((2, 3))
-    z = np.empty_like(y)
-    for out in range(channels):
-        group = out // size * size
-        total = means[:, group : group + size] @ gate[out] + bias[out]
-        z[:, out] = y[:, out] * (scale / (1 + np.exp(-total)))[:, None, None]
-    return z
-
-
-@pytest.mark.parametrize(("start", "scale"), [("random", 1), ("identity", 2)])
-@pytest.mark.parametrize("channels", [8, 6, 5])
-def test_a_calibration_is_a_grouped_3x3_and_a_grouped_gate(start, scale, channels):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        calibration = Calibration(channels, start).double()
-        for parameter in calibration.parameters():
-            nn.init.normal_(parameter, 0, 0.5)
-        x = torch.randn(2, channels, 5, 4, dtype=torch.float64)
-    with torch.no_grad():
-        found = calibration(x).numpy()
-    np.testing.assert_allclose(found, by_hand(calibration, x.numpy(), scale), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("channels", "size"), [(64, 4), (8, 4), (6, 3), (10, 2), (5, 1)])
-def test_groups_are_of_four_channels_or_as_many_as_fit(channels, size):
-    calibration = Calibration(channels, "random")
-    assert calibration.spatial.weight.shape == (channels, size, 3, 3)
-    assert calibration.gate.weight.shape == (channels, size, 1, 1)
-    assert calibration.spatial.bias is None
-    assert calibration.gate.bias.shape == (channels,)
-
-
-def test_the_3x3_calibrations_of_resnet18_have_172800_numbers():
-    net = create_method("ccll").network(build_model("resnet18"))
-    parts = {"spatial.weight": 0, "gate.weight": 0, "gate.bias": 0}
-    for name, parameter in net.parts["calibrations"].live(False).items():
-        for part in parts:
-            if name.endswith(f"calibration.{part}"):
-                parts[part] += parameter.numel()
-    assert parts == {"spatial.weight": 172_800, "gate.weight": 19_200, "gate.bias": 4_800}
-    # ... with four numbers a channel of batch norm on top, all of it the task's own:
-    net.add_task("one", 3)
-    assert net.storage()["one"].beside_head == 172_800 + 19_200 + 4_800 + 4 * 4_800
-    assert sum(p.numel() for p in net.groups()["calibrations"]) == 172_800 + 24_000
-
-
 def calibrations(net):
     return torch.cat([p.detach().reshape(-1) for p in net.groups()["calibrations"]])
 
@@ -191,14 +128,6 @@ def assert_uniform(values, bound):
     assert values.abs().max() > 0.97 * bound
     assert abs(values.mean()) < 0.05 * bound
     assert values.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
-
-
-def test_the_random_start_is_as_torch_initialises_convolutions():
-    calibration = Calibration(256, "random")
-    calibration.reset(torch.Generator().manual_seed(0))
-    assert_uniform(calibration.spatial.weight.detach(), 36**-0.5)
-    assert_uniform(calibration.gate.weight.detach(), 4**-0.5)
-    assert_uniform(calibration.gate.bias.detach(), 4**-0.5)
 
 
 @pytest.mark.parametrize("channels", [255, 250, 257])
