@@ -1,14 +1,16 @@
-"""Files that are whole or not there, and locks that end with the process that holds them."""
+"""Files that are whole or not there, locks, and Python files of the user's own."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 from uuid import uuid4
 
@@ -123,3 +125,18 @@ def is_free(path: Path) -> bool:
         except OSError:  # e.g. a network file system without locks
             return True
     return True
+
+
+def run_file(path: str) -> ModuleType:
+    """A Python file of the user's own as a module; it is run once, and again when it has changed."""
+    code = Path(path).read_bytes()
+    name = f"confitune_own_{hashlib.blake2b(os.fsencode(path) + code, digest_size=8).hexdigest()}"
+    if name not in sys.modules:
+        module = sys.modules[name] = ModuleType(name)  # known before it is run: dataclasses look it up
+        module.__file__ = path
+        try:
+            exec(compile(code, path, "exec"), vars(module))
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from confitune.errors import ConfituneError
+from confitune.files import run_file
 from confitune.methods.method import METHODS, Method
 
 MethodOptions = Mapping[str, Mapping[str, Any]]  # by the name of the method: {"ewc": {"strength": 1e4}}
@@ -84,14 +84,7 @@ def _imported(name: str) -> ModuleType:
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfituneError(f"no file {path} to take a method from")
-    spec = importlib.util.spec_from_file_location(f"confitune_method_{path}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    # Where dataclasses and pydantic look up what annotations name.
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        return run_file(str(path))
     except Exception as error:
-        del sys.modules[spec.name]
         raise ConfituneError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    return module

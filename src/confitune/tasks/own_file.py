@@ -17,16 +17,15 @@ import difflib
 import importlib
 import os
 import re
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from confitune.errors import ConfituneError
+from confitune.files import run_file
 from confitune.tasks.datasets.dataset import DatasetInfo
 from confitune.tasks.errors import DataError, DataMissingError
 from confitune.tasks.sequence import TaskSequence
@@ -86,7 +85,7 @@ class OwnFile:
 
     def _found(self) -> tuple[ModuleType, Callable[..., Any]]:
         try:
-            module = importlib.import_module(self.module) if self.path is None else _run(self.path)
+            module = importlib.import_module(self.module) if self.path is None else run_file(self.path)
         except FileNotFoundError as error:
             raise DataMissingError(f"there is no file {self.module}; write FILE.py:FUNCTION with its path") from error
         except Exception as error:
@@ -101,21 +100,6 @@ class OwnFile:
         near = difflib.get_close_matches(self.function, [n for n, value in vars(module).items() if callable(value)], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise DataError(f"{self.module} has no function {self.function!r}{hint}")
-
-
-def _run(path: str) -> ModuleType:
-    """A file as a module; it is run once, and again when it has changed."""
-    code = Path(path).read_bytes()
-    name = f"confitune_own_{blake2b(os.fsencode(path) + code, digest_size=8).hexdigest()}"
-    if name not in sys.modules:
-        module = sys.modules[name] = ModuleType(name)  # known before it is run: dataclasses look it up
-        module.__file__ = path
-        try:
-            exec(compile(code, path, "exec"), vars(module))
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
 
 
 def _failed(what: str, error: Exception, path: str | None) -> DataError:
