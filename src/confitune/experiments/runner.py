@@ -75,9 +75,9 @@ def plan_recipe(
     ]
     if not resume:
         refuse_existing(job.folder for job in jobs)
-    for method in recipe.methods:  # now, not after the methods that can do it have been trained
-        recipe.method(method).network(copy.deepcopy(backbone.module))
     plan = Plan(out, jobs, {job.folder: result for job in jobs if (result := job.finished()) is not None})
+    for method in dict.fromkeys(job.method for job in plan.left):  # now, not after those that can do it were trained
+        recipe.method(method).network(copy.deepcopy(backbone.module))
     for job in plan.left:
         Checkpoint.load(job.folder, job.config)  # one of another configuration is refused before any work is done
     if plan.left:

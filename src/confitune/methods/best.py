@@ -10,13 +10,11 @@ sec. 3.3), the changes in place of the weights. They start along the leading dir
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from itertools import islice
 from types import MappingProxyType
 
 import torch
 from pydantic import Field
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from confitune.methods.linear import fit_head, unexplained
@@ -62,25 +60,18 @@ class Best(Method):
         assert isinstance(deltas, Deltas)
         weights = {name: layer.get_parameter("weight") for name, layer in deltas.layers.items()}
         total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-
-        def add(x: Tensor, labels: Tensor) -> None:
-            loss = cross_entropy(net(x).float(), labels)
-            torch._foreach_add_(list(total.values()), torch.autograd.grad(loss, list(weights.values())))
-
         net.train()
         with net.observer.untracked():
             for weight in weights.values():
                 weight.requires_grad_(True)
             for x, labels in islice(context.batches(context.batch_size), self.options.batches):
                 if len(x) == context.batch_size:
-                    add(x, labels)
+                    loss = cross_entropy(net(x).float(), labels)
+                    torch._foreach_add_(list(total.values()), torch.autograd.grad(loss, list(weights.values())))
             for weight in weights.values():
                 weight.requires_grad_(False)
         # Gradients of a network that diverged have no directions; training says so once a GPU's numbers are read.
         deltas.start_along({name: gradient.nan_to_num(0.0, 0.0, 0.0) for name, gradient in total.items()})
-
-    def captured_kind(self, index: int) -> Hashable:
-        return None
 
     def settle(self, context: TaskContext) -> bool:
         net, chosen = context.net, context.sample(self.options.images)
