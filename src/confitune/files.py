@@ -1,4 +1,4 @@
-"""Files that are whole or not there, locks, and Python files of the user's own."""
+"""Files that are whole or not there, locks that end with the process that holds them, and code of the user's own."""
 
 from __future__ import annotations
 
