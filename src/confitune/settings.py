@@ -98,7 +98,13 @@ class TrainSettings(BaseModel):
     lr_milestones: tuple[float, ...] = Field(
         (1 / 3, 2 / 3, 5 / 6), description="for 'step': shares of a task's epochs after which lr is divided by 10"
     )
-    augmentation: Literal["none", "flip", "flip-shift"] = Field("none", description="of training images (paper: none)")
+    warmup: float = Field(0.0, ge=0, lt=1, description="share of a task's steps in which lr grows from 0 (paper: none)")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="share of a label spread over all classes (paper: none)"
+    )
+    augmentation: Literal["none", "flip", "crop"] = Field(
+        "none", description="of training images: flip; crop: flipped, and cut at random and resized (paper: none)"
+    )
     device: Name = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto",
@@ -147,12 +153,20 @@ class TrainSettings(BaseModel):
         words = ["bf16" if self.bf16(device) else "fp32", self.step_mode(device)]
         return ", ".join(words + (["deterministic"] if self.deterministic else []))
 
-    def lr_factor(self, epoch: int) -> float:
-        """What the learning rate is multiplied by in an epoch (counted from 0)."""
+    def lr_factor(self, epochs: float) -> float:
+        """What the learning rate is multiplied by after so many epochs.
+
+        >>> settings = TrainSettings(epochs=10, lr_schedule="cosine", warmup=0.2)
+        >>> [round(settings.lr_factor(epochs), 3) for epochs in (0, 1, 2, 6, 9.9)]
+        [0.0, 0.5, 1.0, 0.5, 0.0]
+        """
+        done = epochs / self.epochs
+        if done < self.warmup:
+            return done / self.warmup
         if self.lr_schedule == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * epoch / self.epochs))
+            return 0.5 * (1 + math.cos(math.pi * (done - self.warmup) / (1 - self.warmup)))
         if self.lr_schedule == "step":
-            return 0.1 ** sum(epoch >= round(share * self.epochs) for share in self.lr_milestones)
+            return 0.1 ** sum(epochs >= round(share * self.epochs) for share in self.lr_milestones)
         return 1.0
 
     def tracked_steps(self, momentum: float) -> int:

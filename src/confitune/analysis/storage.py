@@ -125,7 +125,7 @@ class _Motions:
 
     def __init__(self, net: ContinualNet, name: str, classes: int, images: Tensor) -> None:
         self.net, self.index, self.seed = net, len(net.tasks), 0
-        self.batch_size, self.epochs = len(images), 1
+        self.batch_size, self.epochs, self.epoch = len(images), 1, 0
         self.images, self.labels = len(images), torch.zeros(len(images), dtype=torch.long)
         self._name, self._classes, self._pixels = name, classes, images
 
@@ -142,11 +142,14 @@ class _Motions:
             other.measure([self._pixels])
             other.finish_task()
 
-    def sample(self, at_most: int) -> Tensor:
-        return torch.arange(self.images)
+    def train_on(self, positions: Tensor) -> None:
+        """All of them anyway."""
 
     def features(self, positions: Tensor) -> Tensor:
         return self.net.features(self._pixels[positions])
+
+    def gradients(self, parameters: Sequence[Tensor], batches: int) -> list[Tensor]:
+        return [torch.zeros_like(parameter) for parameter in parameters]
 
     def captured(self, *args: Any) -> None:
         """Nothing."""

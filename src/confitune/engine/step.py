@@ -5,6 +5,7 @@ So nothing here may depend on a tensor's value, wait for the device, or copy to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,16 +13,19 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 
+from confitune.errors import ConfituneError
 from confitune.methods import Method, Step
 from confitune.nn import ContinualNet
 from confitune.settings import TrainSettings
 from confitune.tasks import Task
 
 Groups = tuple[tuple[int, int], ...]
+
+_SMALLEST = 1 / 3  # of an image's area, that a random crop has
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class TrainStep:
         with self._autocast(), counted_at_once(net):
             features = self.features(x)
             logits = net.head(features)
-        loss = classification_loss(logits, labels, self.task.groups)
+        loss = classification_loss(logits, labels, self.task.groups, self.settings.label_smoothing)
         step = Step(x, features, logits, labels, net)
         objective = sum((term for hook in hooks if (term := hook.loss(step)) is not None), loss)
         right = count_right(logits.detach(), labels, self.task.groups).sum()
@@ -67,6 +71,12 @@ class TrainStep:
         for hook in hooks:
             hook.after_step(net)
         return outcome
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Of a batch of inputs, as it is in training, without what methods add."""
+        with self._autocast():
+            logits = self.net(x)
+        return classification_loss(logits, labels, self.task.groups, self.settings.label_smoothing)
 
     @torch.no_grad()
     def measure(self, dtype: torch.dtype, pixels: Tensor) -> None:
@@ -109,9 +119,11 @@ def counted_at_once(net: ContinualNet) -> Iterator[None]:
         torch._foreach_add_([counter for _, counter in counted], 1)
 
 
-def classification_loss(logits: Tensor, labels: Tensor, groups: Groups = ()) -> Tensor:
+def classification_loss(logits: Tensor, labels: Tensor, groups: Groups = (), smoothing: float = 0.0) -> Tensor:
     """Mean cross-entropy in float32; with groups (joint training), over the classes of the image's own task only."""
-    return cross_entropy(within_own_task(logits.float(), labels, groups), labels)
+    if groups and smoothing:
+        raise ConfituneError("label_smoothing would spread labels over all tasks' classes at once: set it to 0 here")
+    return cross_entropy(within_own_task(logits.float(), labels, groups), labels, label_smoothing=smoothing)
 
 
 def count_right(logits: Tensor, labels: Tensor, groups: Groups = ()) -> Tensor:
@@ -134,12 +146,14 @@ def _group_of_class(groups: Groups, device: torch.device) -> Tensor:
 
 
 def draw_noise(kind: str, steps: int, batch: int, generator: torch.Generator) -> Tensor | None:
-    """What an epoch's augmentation needs of chance, drawn at once: [steps, 3, batch] uniform numbers, or None."""
-    return None if kind == "none" else torch.rand(steps, 3, batch, generator=generator)
+    """What an epoch's augmentation needs of chance, drawn at once: [steps, 5, batch] uniform numbers, or None."""
+    return None if kind == "none" else torch.rand(steps, 5, batch, generator=generator)
 
 
 def augment(x: Tensor, kind: str, noise: Tensor | None) -> Tensor:
-    """Flip each image with probability 1/2 ('flip'), and shift it by up to an eighth of its side ('flip-shift').
+    """Flip each image with probability 1/2 ('flip'), and cut a part of it out and enlarge that ('crop').
+
+    A part has at least a third of the image's area and sides between 3:4 and 4:3, anywhere in the image.
 
     Args:
         x: images [N, 3, H, W].
@@ -148,14 +162,13 @@ def augment(x: Tensor, kind: str, noise: Tensor | None) -> Tensor:
     """
     if noise is None:
         return x
-    x = torch.where((noise[0] < 0.5)[:, None, None, None], x.flip(-1), x)
     if kind == "flip":
-        return x
-    height, width = x.shape[-2:]
-    most = max(1, min(height, width) // 8)
-    padded = pad(x, (most,) * 4, mode="reflect")
-    offsets = (noise[1:] * (2 * most + 1)).long().clamp_(max=2 * most)
-    rows = offsets[0][:, None] + torch.arange(height, device=x.device)
-    columns = offsets[1][:, None] + torch.arange(width, device=x.device)
-    images = torch.arange(len(x), device=x.device)[:, None, None]
-    return padded[images, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+        return torch.where((noise[0] < 0.5)[:, None, None, None], x.flip(-1), x)
+    area = _SMALLEST + (1 - _SMALLEST) * noise[1]
+    stretch = torch.exp((2 * noise[2] - 1) * math.log(4 / 3))
+    width, height = (area * stretch).sqrt().clamp(max=1), (area / stretch).sqrt().clamp(max=1)
+    none = torch.zeros_like(width)
+    across = torch.stack([width * torch.where(noise[0] < 0.5, -1.0, 1.0), none, (2 * noise[3] - 1) * (1 - width)], 1)
+    down = torch.stack([none, height, (2 * noise[4] - 1) * (1 - height)], 1)
+    grid = affine_grid(torch.stack([across, down], 1), list(x.shape), align_corners=False)
+    return grid_sample(x, grid, mode="bilinear", padding_mode="reflection", align_corners=False)

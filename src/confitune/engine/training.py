@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class _Epoch:
     stage: Stage
     number: int
     lr: float
+    images: int
     readings: EpochReadings
 
 
@@ -105,6 +107,7 @@ class TaskFit:
         self.seed = derived_seed(settings.seed, "penalty", self.index)
         self.batch_size = min(settings.batch_size, len(task.train))
         self.epoch = 0  # epochs done
+        self._used = torch.arange(len(task.train))  # positions of the images that are trained on
         if self.batch_size < settings.batch_size:
             self.listener.note(
                 f"task {task.name!r} has {len(task.train)} training images, fewer than the batch size "
@@ -122,8 +125,8 @@ class TaskFit:
 
     @property
     def steps_an_epoch(self) -> int:
-        """Whole batches in the training set."""
-        return len(self.task.train) // self.batch_size
+        """Whole batches in what is trained on."""
+        return max(len(self._used) // self.batch_size, 1)
 
     def fit(self, after_epoch: Callable[[], None] = lambda: None) -> None:
         """Train what is left of the task and finish it."""
@@ -131,17 +134,19 @@ class TaskFit:
             hook.attach(self.net, self.index)
         try:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                if self.epoch == 0:
-                    begin = derived_seed(self.settings.seed, "begin", self.index)
-                    torch.manual_seed(begin)
-                    # A task that is trained on has something to lose.
-                    if self.is_new and any(hook.settle(self) for hook in self.hooks):
-                        self.epoch = self.settings.epochs
-                        return
-                    torch.manual_seed(begin)  # a method that decided against it may have drawn numbers
-                    for hook in self.hooks:
-                        hook.begin_task(self)
-                for stage, epoch in self._remaining():
+                stage = None
+                for epoch in range(self.epoch, self.settings.epochs):
+                    if self.is_new:  # one that is trained on has something to lose
+                        torch.manual_seed(derived_seed(self.settings.seed, "settle", self.index, epoch))
+                        if any(hook.settle(self) for hook in self.hooks):
+                            self.report()
+                            self.epoch = self.settings.epochs
+                            return
+                    if epoch == 0:
+                        torch.manual_seed(derived_seed(self.settings.seed, "begin", self.index))
+                        for hook in self.hooks:
+                            hook.begin_task(self)
+                    stage = self._enter(epoch, stage)
                     torch.manual_seed(derived_seed(self.settings.seed, "before epoch", self.index, epoch))
                     for hook in self.hooks:
                         hook.begin_epoch(self, epoch)
@@ -162,7 +167,7 @@ class TaskFit:
         than bfloat16 and, batch norm being cuDNN's then, faster; where it overflows, in bfloat16.
         """
         if self.net.observer.statistics == "running":
-            self.net.finish_task()
+            self.method.finish(self)
             self.report()
             return
         fast = self.device.type == "cuda" and self.settings.bf16(self.device)
@@ -171,7 +176,7 @@ class TaskFit:
             pixels = (pixels for pixels, _ in self._batches(self._order("pass", 0)))
             kind = ("measure", dtype, self.task.preprocess)
             finite = self.net.measure(pixels, partial(self.executor, kind, partial(self.step.measure, dtype)))
-            self.net.finish_task()
+            self.method.finish(self)
             self.report()
             if bool(finite):
                 return
@@ -183,28 +188,24 @@ class TaskFit:
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on after the last whole epoch; the network's own state is not in it."""
-        return {"epoch": self.epoch, "optimizer": self.optimizer.state_dict()["state"]}
+        return {"epoch": self.epoch, "is_new": self.is_new, "optimizer": self.optimizer.state_dict()["state"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self.epoch = state["epoch"]
+        self.epoch, self.is_new = state["epoch"], state["is_new"]
         # Its options are this machine's: a run may go on where there is no GPU.
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state["optimizer"]})
 
     # ---- epochs ----------------------------------------------------------------------------------------------------
 
-    def _remaining(self) -> Iterator[tuple[Stage, int]]:
-        epoch = 0
-        for stage in self.stages:
-            announced = False
-            for _ in range(stage.epochs):
-                if epoch >= self.epoch:
-                    if not announced:
-                        self._freeze_but(stage.trains)
-                        self.listener.stage_started(stage.name)
-                        announced = True
-                    yield stage, epoch
-                epoch += 1
+    def _enter(self, epoch: int, before: Stage | None = None) -> Stage:
+        """The stage of an epoch, made ready where another one came before it."""
+        ends = accumulate(stage.epochs for stage in self.stages)
+        stage = next(stage for stage, end in zip(self.stages, ends, strict=True) if epoch < end)
+        if stage is not before:
+            self._freeze_but(stage.trains)
+            self.listener.stage_started(stage.name)
+        return stage
 
     def _freeze_but(self, trains: frozenset[str] | None) -> None:
         """Only these groups get gradients (None: all): backward then stops where nothing below is trained."""
@@ -215,18 +216,18 @@ class TaskFit:
 
     def _train_epoch(self, stage: Stage, epoch: int) -> None:
         settings, steps = self.settings, self.steps_an_epoch
-        lr = settings.lr * settings.lr_factor(epoch)
-        self.executor.set_lr(lr)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.executor.lr_of(group["factor"])
+        self._set_lr(epoch)
         # Everything random in an epoch comes from its own seeds, so an epoch can be repeated without what came before.
         torch.manual_seed(derived_seed(settings.seed, "epoch", self.index, epoch))
         chance = derived_generator(settings.seed, "augment", self.index, epoch)
-        noise = draw_noise(settings.augmentation, steps, self.batch_size, chance)
+        noise = draw_noise(settings.augmentation, steps, min(self.batch_size, len(self._used)), chance)
         noise = None if noise is None else to_device(noise, self.device)
-        readings = EpochReadings(steps, self.device)
+        readings, images = EpochReadings(steps, self.device), 0
         self.net.train()
         for step, (pixels, labels) in enumerate(self._batches(self._order("order", epoch))):
+            images += len(labels)
+            if settings.lr_schedule == "cosine" or settings.warmup:
+                self._set_lr(epoch + step / steps)
             tracking = self._matters(epoch * steps + step)
             self.net.observer.track(tracking)
             outcome = self.executor(
@@ -239,9 +240,16 @@ class TaskFit:
             readings.put(step, outcome)
             self.listener.step_done(step + 1, steps)
         readings.close(self.net.parameters())
-        self._under_way.append(_Epoch(stage, epoch, lr, readings))
+        self._under_way.append(_Epoch(stage, epoch, self._set_lr(epoch), images, readings))
         # A GPU's numbers are read when it is an epoch further, so that it never waits for Python.
         self.report(all_but=1 if self.device.type == "cuda" else 0)
+
+    def _set_lr(self, epochs: float) -> float:
+        lr = self.settings.lr * self.settings.lr_factor(epochs)
+        self.executor.set_lr(lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.executor.lr_of(group["factor"])
+        return lr
 
     def report(self, all_but: int = 0) -> None:
         """Read and tell what the epochs so far measured, but for the last few; stop if the numbers went bad."""
@@ -250,7 +258,6 @@ class TaskFit:
             self.listener.waiting(done.readings.here)
             done.readings.wait()
             self._require_finite(done)
-            seen = self.steps_an_epoch * self.batch_size
             self.listener.epoch_ended(
                 EpochEnd(
                     task=self.index,
@@ -259,10 +266,10 @@ class TaskFit:
                     epoch=done.number,
                     epochs=self.settings.epochs,
                     loss=done.readings.loss,
-                    accuracy=100.0 * done.readings.right / seen,
+                    accuracy=100.0 * done.readings.right / done.images,
                     lr=done.lr,
                     seconds=done.readings.seconds,
-                    images=seen,
+                    images=done.images,
                 )
             )
 
@@ -293,9 +300,9 @@ class TaskFit:
         return self._drawn(self.steps_an_epoch * self.batch_size, purpose, epoch)
 
     def _drawn(self, images: int, purpose: str, *number: int) -> Tensor:
-        """Positions of so many training images, in random order."""
+        """Positions of so many of the images that are trained on, in random order."""
         generator = derived_generator(self.settings.seed, purpose, self.index, *number)
-        return torch.randperm(len(self.task.train), generator=generator)[:images]
+        return self._used[torch.randperm(len(self._used), generator=generator)[:images]]
 
     def _batches(self, order: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         return batches(self.task.train, self.batch_size, self.device, order)
@@ -330,24 +337,36 @@ class TaskFit:
             twin.fit()
             return
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            twin.epoch = only_epoch
-            stage, _ = next(twin._remaining())
-            twin._train_epoch(stage, only_epoch)
+            twin._train_epoch(twin._enter(only_epoch), only_epoch)
             twin.report()
             twin._freeze_but(None)
 
-    def sample(self, at_most: int) -> Tensor:
-        """Positions of at most so many training images, drawn at random, in whole batches."""
-        return self._drawn(max(min(self.images, at_most) // self.batch_size, 1) * self.batch_size, "sample")
+    def train_on(self, positions: Tensor) -> None:
+        """Use only the training images at these positions from now on."""
+        self._used = positions
 
     def features(self, positions: Tensor) -> Tensor:
-        """Of the training images at these positions, in equal parts whatever the settings are."""
+        """Of the training images at these positions, in equal parts whatever the settings are, at random."""
+        order = torch.randperm(len(positions), generator=derived_generator(self.settings.seed, "features", self.index))
         found = []
-        for part in positions.tensor_split(math.ceil(len(positions) / _AT_ONCE)):
+        for part in positions[order].tensor_split(math.ceil(len(positions) / _AT_ONCE)):
             for pixels, _ in batches(self.task.train, len(part), self.device, part):
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.bf16(self.device)):
                     found.append(self.net.features(self.task.inputs(pixels)).float())
-        return torch.cat(found)
+        return torch.cat(found)[to_device(order.argsort(), self.device)]
+
+    def gradients(self, parameters: Sequence[Tensor], batches: int) -> list[Tensor]:
+        """Of the loss, summed over training batches that leave no trace, by parameters that do not move."""
+        sums = [torch.zeros_like(parameter) for parameter in parameters]
+        self.net.train()
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        with self.net.observer.untracked():
+            for x, labels in islice(self.batches(self.batch_size), batches):
+                torch._foreach_add_(sums, torch.autograd.grad(self.step.loss(x, labels), list(parameters)))
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        return sums
 
     def captured(self, net: ContinualNet, kind: Hashable, function: Callable[..., None], *tensors: Tensor) -> None:
         """Run it, on a GPU as a captured graph."""

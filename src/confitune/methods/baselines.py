@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from confitune.methods.method import Method
-from confitune.methods.stages import Stage, head_only, head_then_norms
-from confitune.nn import Head, Norms, Part
+import torch
+from pydantic import Field
+
+from confitune.methods.linear import fit_linear, folds_of
+from confitune.methods.method import Method, Options, TaskContext
+from confitune.methods.stages import Stage, head_only, head_then_norms, hierarchical
+from confitune.nn import Deltas, Head, Norms, Part
 
 
 class Finetune(Method):
@@ -14,15 +18,34 @@ class Finetune(Method):
     summary = "fine-tune everything on task after task, shared BN"
 
 
+class LinearProbeOptions(Options):
+    """Choices of linear probing."""
+
+    converged: bool = Field(False, description="fit heads to convergence at once, with a penalty chosen by folds")
+
+
 class LinearProbe(Method):
     """The backbone stays as pre-trained, batch norm in evaluation mode."""
 
     name = "linear-probe"
     summary = "pre-trained backbone frozen, heads only; forgets nothing"
     cost = "nothing; nothing below the head gets gradients"
+    Options = LinearProbeOptions
 
     def parts(self) -> list[Part]:
         return [Norms(affine=False, moments="pretrained"), Head()]
+
+    def settle(self, context: TaskContext) -> bool:
+        if not self.options.converged:
+            return False
+        net = context.net
+        with net.evaluating():
+            features = context.features(torch.arange(context.images))
+        classes = len(net.tasks[net.current_task].classes)
+        fit = fit_linear(features, context.labels, classes, folds_of(context.labels.cpu(), context.seed))
+        net.head.put(fit.weight, fit.bias)
+        net.finish_task()
+        return True
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
         return head_only(epochs)
@@ -57,6 +80,44 @@ class BnOnly(Method):
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
         return head_then_norms(epochs)
+
+
+class FirstSession(Method):
+    """The backbone adapts once, to the first task."""
+
+    name = "first-session"
+    summary = "everything is trained in the first task, then heads and norms only; forgets nothing"
+    cost = "nothing; convolutions get no gradients after the first task"
+    reference = "Panos et al., ICCV 2023"
+
+    def parts(self) -> list[Part]:
+        return [Norms(), Head()]
+
+    def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
+        return head_then_norms(epochs) if index else hierarchical(epochs)
+
+
+class LoraOptions(Options):
+    """Choices of LoRA."""
+
+    rank: int = Field(4, ge=1, description="of the changes of weights")
+
+
+class Lora(Method):
+    """Changes start anew for every task, in random directions, and norms stay as pre-trained."""
+
+    name = "lora"
+    summary = "low-rank changes of all weights for each task, from pre-training; forgets nothing"
+    cost = "products of the changes in every step"
+    reference = "Hu et al., ICLR 2022"
+    Options = LoraOptions
+
+    def parts(self) -> list[Part]:
+        frozen = Norms(affine=False, moments="pretrained")
+        return [frozen, Deltas(self.options.rank, "random"), Head()]
+
+    def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
+        return (Stage("all", epochs, frozenset({"head", "deltas"})),)
 
 
 class TaskBn(Method):

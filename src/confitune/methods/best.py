@@ -1,26 +1,29 @@
 """Nothing forgotten: the backbone stays as pre-trained, and a task owns no more of it than it needs.
 
-Before a task is trained, two linear classifiers are judged by images that they have not seen, in closed form: one on
-the features that pre-training gives, one on those that the task's own statistics give. Where the pre-trained features
-win clearly (few images, or ones that look alike), the task gets a head fitted to them and nothing else. Otherwise it
-gets a head, norms and low-rank changes of all weights, trained in the stages of hierarchical fine-tuning (ConFiT,
-sec. 3.3), the changes in place of the weights. They start along the leading directions of the loss's gradient.
+Candidates for a task, from simple to rich: a head on pre-trained features; norms and low-rank changes of all weights,
+trained with the moments of pre-training (what wins with few photos); the same with the task's own moments (what wins
+where images are far from those of pre-training). A head fitted to the features that a start gives says where training
+starts best. Then a fifth of the images is held out for the larger part of the epochs; the head stays unless the trained
+task is better on them by more than a standard error. Else the rest of the epochs learns them, too.
 """
 
 from __future__ import annotations
 
 import math
-from itertools import islice
+from collections.abc import Hashable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from pydantic import Field
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 
-from confitune.methods.linear import fit_head, unexplained
+from confitune.methods.linear import FOLDS, LinearFit, fit_linear, folds_of, gain
 from confitune.methods.method import Method, Options, TaskContext
-from confitune.methods.stages import EVERYTHING, Stage, hierarchical
-from confitune.nn import Deltas, Head, Norms, Part
+from confitune.methods.stages import Stage
+from confitune.nn import ContinualNet, Deltas, Head, Moments, Norms, Part
+
+TRAINED = frozenset({"head", "norms", "deltas"})
 
 
 class BestOptions(Options):
@@ -28,9 +31,9 @@ class BestOptions(Options):
 
     rank: int = Field(1, ge=1, description="of the changes of weights")
     batches: int = Field(16, ge=1, description="whose gradients say where the changes start")
-    worse: float = Field(2.0, ge=0, description="a head is enough where own statistics leave so many times more open")
-    most: float = Field(0.5, ge=0, description="but not where pre-trained ones leave more than this share open")
-    images: int = Field(256, ge=2, description="that both are judged by; all of a smaller task")
+    held: float = Field(
+        0.7, ge=0, lt=1, description="share of the epochs that go without held-out images; 0: no choice"
+    )
 
 
 class Best(Method):
@@ -38,70 +41,148 @@ class Best(Method):
 
     name = "best"
     summary = "pre-trained backbone frozen; heads, and where it helps norms and low-rank changes; forgets nothing"
-    cost = "two linear classifiers before a task, gradients of a few batches before changes are trained"
+    cost = "linear classifiers and gradients of a few batches before a task is trained"
     settings = MappingProxyType({"lr": 0.03})
     lr_factors = MappingProxyType({"deltas": 3.0})
     Options = BestOptions
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._own = True  # moments, of the current task
+        self._fit: tuple[int, LinearFit] | None = None  # of the head on pre-trained features, with the task's index
+
     def parts(self) -> list[Part]:
-        return [Norms(keep_pretrained=True), Deltas(self.options.rank), Head()]
+        norms = Norms(moments="pretrained", keep_pretrained=True)
+        return [norms, Moments(), Deltas(self.options.rank, "previous"), Head()]
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
-        changes = frozenset({"head", "norms", "deltas"})
-        stages = hierarchical(epochs)
-        return tuple(Stage("all", s.epochs, changes) if s.trains == EVERYTHING else s for s in stages)
-
-    def begin_epoch(self, context: TaskContext, epoch: int) -> None:
-        if epoch == sum(stage.epochs for stage in self.stages(context.epochs, context.index)[:-1]):
-            self._start_changes(context)
-
-    def _start_changes(self, context: TaskContext) -> None:
-        net, deltas = context.net, context.net.parts["deltas"]
-        assert isinstance(deltas, Deltas)
-        weights = {name: layer.get_parameter("weight") for name, layer in deltas.layers.items()}
-        total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        net.train()
-        with net.observer.untracked():
-            for weight in weights.values():
-                weight.requires_grad_(True)
-            for x, labels in islice(context.batches(context.batch_size), self.options.batches):
-                if len(x) == context.batch_size:
-                    loss = cross_entropy(net(x).float(), labels)
-                    torch._foreach_add_(list(total.values()), torch.autograd.grad(loss, list(weights.values())))
-            for weight in weights.values():
-                weight.requires_grad_(False)
-        # Gradients of a network that diverged have no directions; training says so once a GPU's numbers are read.
-        deltas.start_along({name: gradient.nan_to_num(0.0, 0.0, 0.0) for name, gradient in total.items()})
+        return (Stage("all", epochs, TRAINED),)
 
     def settle(self, context: TaskContext) -> bool:
-        net, chosen = context.net, context.sample(self.options.images)
-        labels = context.labels[chosen.to(context.labels.device)]
-        classes = len(net.tasks[net.current_task].classes)
-        with net.as_pretrained():
-            pretrained = unexplained(context.features(chosen), labels, classes)
-        if not self.may_stay(pretrained):
-            return False
-        with net.at_batch_moments():
-            own = unexplained(context.features(chosen), labels, classes)
-        if not self.may_stay(pretrained, own):
-            return False
-        with net.as_pretrained():
-            features = context.features(torch.arange(context.images))
-        weight, bias = fit_head(features, context.labels, classes)
-        with torch.no_grad():
-            net.head.linear.weight.copy_(weight)
-            net.head.linear.bias.copy_(bias)
+        if context.epoch == 0:
+            return self._begin(context)
+        if context.epoch == self._decides_after(context):
+            return self._decide(context)
+        return False
+
+    def _begin(self, context: TaskContext) -> bool:
+        """Choose where training starts, or see that nothing is to be gained."""
+        net, head = context.net, self._head(context)
+        wrong = int((~head.right).sum())
+        few = context.images < FOLDS * len(net.tasks[net.current_task].classes)
+        if self.options.held and (wrong <= 1 or few):
+            return self._settle(context, head, "too few images to train on" if few else "nothing left to gain")
+        # A start is whose norms and changes, and whether with the moments of the task's own batches.
+        starts = {("pre-training", False): head}
+        with net.as_pretrained(), net.at_batch_moments():
+            starts["pre-training", True] = self._linear(context)
+        if any("deltas" in entry.owns for entry in net.tasks.values() if entry.finished):
+            with net.at_batch_moments():
+                starts["the task before", True] = self._linear(context)
+            with net.as_pretrained(["moments"]):
+                starts["the task before", False] = self._linear(context)
+        source, own = min(starts, key=lambda start: starts[start].loss)
+        if source == "pre-training" or not own:
+            net.start_pretrained(None if source == "pre-training" else ["moments"])
+        self._use_moments(net, own)
+        chosen = starts[source, own]
+        self.choices[net.current_task] = {
+            "starts": {
+                f"{name}, {'own' if moments else 'pre-trained'} moments": fit.loss
+                for (name, moments), fit in starts.items()
+            },
+            "start": source,
+            "own_moments": own,
+        }
+        net.head.put(*(chosen.without if self._decides_after(context) else (chosen.weight, chosen.bias)))
+        return False
+
+    def _decide(self, context: TaskContext) -> bool:
+        """Compare what was trained with the head on images that neither has seen; finish the task if the head wins."""
+        net, head = context.net, self._head(context)
+        held = (self._folds(context) == 0).nonzero().flatten()
+        labels, before = (values[held.to(values.device)] for values in (context.labels, head.right))
+        with net.evaluating():
+            right = net.head(context.features(held)).argmax(1) == labels
+        more, error = gain(right, before)
+        trained, alone = (100 * float(answers.double().mean()) for answers in (right, before))
+        words = f"held-out {trained:.1f}%; head alone {alone:.1f}%"
+        choice = self.choices.setdefault(net.current_task, {})
+        choice |= {"held_out": len(held), "trained": trained, "head": alone, "gain": more, "standard_error": error}
+        if more <= error:
+            return self._settle(context, head, words)
+        norms = "own batch norms" if self._own else "own scales and shifts of norms"
+        start = f", from {choice['start']}" if choice.get("start", "pre-training") != "pre-training" else ""
+        context.note(f"{norms} and rank-{self.options.rank} changes{start} ({words})")
+        return False
+
+    def _settle(self, context: TaskContext, head: LinearFit, why: str) -> bool:
+        net = context.net
+        net.start_pretrained()
+        self._use_moments(net, False)
+        net.head.put(head.weight, head.bias)
         net.finish_task(owns=["head"])
-        context.note(
-            f"a head on pre-trained features is enough: it leaves {pretrained:.0%} of left-out labels unexplained, one "
-            f"with the task's own statistics {own:.0%}"
-        )
+        self.choices.setdefault(net.current_task, {})["only_head"] = why
+        context.note(f"a head on pre-trained features ({why})")
         return True
 
-    def may_stay(self, pretrained: float, own: float = math.inf) -> bool:
-        """Whether these shares of left-out labels, unexplained with each kind of statistics, leave it at a head.
+    def begin_task(self, context: TaskContext) -> None:
+        deltas = context.net.parts["deltas"]
+        assert isinstance(deltas, Deltas)
+        if not bool(torch.stack(torch._foreach_norm(list(deltas.b))).any()):
+            self._start_changes(context, deltas)
 
-        >>> Best().may_stay(0.07, 0.29), Best().may_stay(0.29, 0.35), Best().may_stay(0.6)
-        (True, False, False)
-        """
-        return bool(pretrained <= self.options.most and own >= self.options.worse * pretrained)
+    def begin_epoch(self, context: TaskContext, epoch: int) -> None:
+        self._use_moments(context.net, self._own)
+        used = torch.arange(context.images)
+        if epoch < self._decides_after(context):
+            used = (self._folds(context) != 0).nonzero().flatten()
+        context.train_on(used)
+
+    def end_task(self, context: TaskContext) -> None:
+        self._fit = None
+
+    def finish(self, context: TaskContext) -> None:
+        context.net.finish_task(owns=None if self._own else ["norms", "deltas", "head"])
+
+    def captured_kind(self, index: int) -> Hashable:
+        return self._own
+
+    def _decides_after(self, context: TaskContext) -> int:
+        """How many epochs go without the held-out images."""
+        share: float = self.options.held
+        return min(math.ceil(share * context.epochs), context.epochs - 1)
+
+    def _start_changes(self, context: TaskContext, deltas: Deltas) -> None:
+        weights = [layer.get_parameter("weight") for layer in deltas.layers.values()]
+        gradients = context.gradients(weights, self.options.batches)
+        # Gradients of a network that diverged have no directions; training says so once a GPU's numbers are read.
+        found = [gradient.nan_to_num(0.0, 0.0, 0.0) for gradient in gradients]
+        deltas.start_along(dict(zip(deltas.layers, found, strict=True)))
+
+    def _head(self, context: TaskContext) -> LinearFit:
+        """Fitted to pre-trained features of all images."""
+        if self._fit is None or self._fit[0] != context.index:
+            with context.net.as_pretrained():
+                self._fit = context.index, self._linear(context)
+        return self._fit[1]
+
+    def _linear(self, context: TaskContext) -> LinearFit:
+        net, every = context.net, torch.arange(context.images)
+        classes = len(net.tasks[net.current_task].classes)
+        return fit_linear(context.features(every), context.labels, classes, self._folds(context))
+
+    def _folds(self, context: TaskContext) -> Tensor:
+        return folds_of(context.labels.cpu(), context.seed)
+
+    def _use_moments(self, net: ContinualNet, own: bool) -> None:
+        moments = net.parts["moments"]
+        assert isinstance(moments, Moments)
+        self._own = moments.own = own
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "own": self._own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._own = state["own"]

@@ -7,7 +7,7 @@ what it does differently. It is known by its name as soon as its file is importe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -49,6 +49,7 @@ class TaskContext(Protocol):
     index: int  # of the task, from 0
     seed: int  # for what a method draws in this task
     batch_size: int  # images a training step
+    epoch: int  # epochs done
 
     @property
     def epochs(self) -> int:
@@ -68,11 +69,14 @@ class TaskContext(Protocol):
     def train(self, other: ContinualNet, only_epoch: int | None = None) -> None:
         """Train another network on this task, without what the method adds; the whole task, or one epoch of it."""
 
-    def sample(self, at_most: int) -> Tensor:
-        """Positions of at most so many training images, drawn at random, in whole batches."""
+    def train_on(self, positions: Tensor) -> None:
+        """Use only the training images at these positions from now on."""
 
     def features(self, positions: Tensor) -> Tensor:
         """[N, F], of the training images at these positions, by the network as it is."""
+
+    def gradients(self, parameters: Sequence[Tensor], batches: int) -> list[Tensor]:
+        """Of the loss, summed over so many training batches, by parameters of the network that do not move."""
 
     def captured(self, net: ContinualNet, kind: Hashable, function: Callable[..., None], *tensors: Tensor) -> None:
         """Run function(*tensors), on a GPU as a captured graph; functions of one kind do the same."""
@@ -127,6 +131,7 @@ class Method:
 
     def __init__(self, **options: Any) -> None:
         self.options: Any = _checked(self.Options, self.name, options)
+        self.choices: dict[str, dict[str, Any]] = {}  # that it made for tasks, by name, and why: for people to read
         self.added: tuple[Method, ...] = ()  # methods that it is combined with, see `create_method`
         for name in (*self.kept, *self.running, *self.scratch):
             setattr(self, name, {})
@@ -170,7 +175,7 @@ class Method:
                     tensors[name] = torch.zeros_like(parameter)  # of the parameter's memory format
 
     def settle(self, context: TaskContext) -> bool:
-        """Finish a new task without training it, and say so; asked before anything is trained."""
+        """Finish a new task without training it (on), and say so; asked before every epoch."""
         return False
 
     def begin_task(self, context: TaskContext) -> None:
@@ -195,6 +200,10 @@ class Method:
     def end_task(self, context: TaskContext) -> None:
         """After the last step of a task, before it is finished."""
 
+    def finish(self, context: TaskContext) -> None:
+        """Store the task for good, all of it or the parts that it needs."""
+        context.net.finish_task()
+
     def captured_kind(self, index: int) -> Hashable:
         """What a captured step depends on besides the values of tensors; a new kind is captured anew.
 
@@ -208,11 +217,11 @@ class Method:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that is kept between steps and tasks (tensors, numbers, text, lists and dicts of them)."""
-        return {name: dict(getattr(self, name)) for name in (*self.kept, *self.running)}
+        return {name: dict(getattr(self, name)) for name in (*self.kept, *self.running, "choices")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave."""
-        for name in (*self.kept, *self.running):
+        for name in (*self.kept, *self.running, "choices"):
             setattr(self, name, dict(state[name]))
 
     def storage(self) -> int:

@@ -138,8 +138,8 @@ class ContinualNet(nn.Module):
         if not names or len(set(names)) != len(names):
             raise ConfituneError(f"task {name!r} needs one or more classes with names of their own, got {list(names)}")
         if self.tasks:
-            whole = [task for task, entry in self.tasks.items() if len(entry.owns) == len(self._parts)]
-            self.prepare((whole or list(self.tasks))[-1])
+            more = [task for task, entry in self.tasks.items() if set(entry.owns) != {Head.name}]
+            self.prepare((more or list(self.tasks))[-1])
             self._store_current()
         self.observer.image_size = None
         for part in self._parts:
@@ -312,18 +312,29 @@ class ContinualNet(nn.Module):
                 add()
         return self.observer.finite()
 
+    @torch.no_grad()
+    def start_pretrained(self, only: Sequence[str] | None = None) -> None:
+        """Bring the current, unfinished task's parts (or only some) to what pre-training left, where that is kept."""
+        for part in self._parts:
+            if (only is None or part.name in only) and (pretrained := part.pretrained()):
+                torch._foreach_copy_(list(part.live(False).values()), list(pretrained.values()))
+
     @contextmanager
-    def as_pretrained(self) -> Iterator[None]:
+    def as_pretrained(self, only: Sequence[str] | None = None) -> Iterator[None]:
         """Within, in evaluation mode, the current, unfinished task's parts are those that pre-training left."""
         self._store_current()
         try:
-            for part in self._parts:
-                if pretrained := part.pretrained():
-                    torch._foreach_copy_(list(part.live(False).values()), list(pretrained.values()))
+            self.start_pretrained(only)
             with self._in_mode(training=False), torch.no_grad():
                 yield
         finally:
             self._bank.load(self.tasks[self.current_task])
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within, in evaluation mode and without gradients."""
+        with self._in_mode(training=False), torch.no_grad():
+            yield
 
     @contextmanager
     def at_batch_moments(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from confitune.nn.parts.calibrations import Calibrations
 from confitune.nn.parts.deltas import Deltas
 from confitune.nn.parts.head import Head
 from confitune.nn.parts.input_means import InputMeans
+from confitune.nn.parts.moments import Moments
 from confitune.nn.parts.norms import NoBatchNormError, Norms, require_batch_norm
 from confitune.nn.parts.part import Part
 from confitune.nn.parts.xconv import XconvLayer, XconvNorms
@@ -13,6 +14,7 @@ __all__ = [
     "Deltas",
     "Head",
     "InputMeans",
+    "Moments",
     "NoBatchNormError",
     "Norms",
     "Part",

@@ -7,10 +7,11 @@ with random ones a small rank hardly learns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,28 +21,32 @@ from confitune.errors import ConfituneError
 from confitune.nn.pairing import Flow, conv_geometry
 from confitune.nn.parts.part import Part, split_row
 
+Start = Literal["previous", "pretrained", "random"]
+
 
 class Deltas(Part):
     """A low-rank change of every convolution and Linear layer that has more numbers than the change.
 
     Args:
         rank: r.
+        start: a new task starts from the 'previous' task's change, or from none: B is zero, and A zero, too
+            ('pretrained'), or random as in LoRA.
     """
 
     name = "deltas"
 
-    def __init__(self, rank: int = 1) -> None:
+    def __init__(self, rank: int = 1, start: Start = "pretrained") -> None:
         super().__init__()
         if rank < 1:
             raise ConfituneError(f"a change of rank {rank} changes nothing: give 1 or more")
-        self.rank = rank
+        self.rank, self.start_from = rank, start
         self.layers: dict[str, nn.Module] = {}  # not registered: they are the backbone's
         self.a, self.b = nn.ParameterList(), nn.ParameterList()
         self._merged: list[Tensor] = []  # changed weights of the task that is prepared
 
     @property
     def kind(self) -> str:
-        return f"Deltas({self.rank})"
+        return f"Deltas({self.rank}, from {self.start_from})"
 
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
         called = {call.module for call in flow.convs if call.direct_weight}
@@ -67,7 +72,11 @@ class Deltas(Part):
     @torch.no_grad()
     def start(self, generator: torch.Generator | None) -> None:
         self._merged = []
-        torch._foreach_zero_(list(self.live(False).values()))
+        if self.start_from != "previous":
+            torch._foreach_zero_(list(self.live(False).values()))
+        if self.start_from == "random":
+            for a in self.a:
+                a.copy_(torch.randn(a.shape, generator=generator) / math.sqrt(a.shape[1]))
 
     def offered(self) -> list[nn.Parameter]:
         return [*self.a, *self.b]
@@ -80,9 +89,7 @@ class Deltas(Part):
             directions: shaped like the weights; their gradients, for instance.
         """
         for name, a in zip(self.layers, self.a, strict=True):
-            matrix = directions[name].float().flatten(1)
-            vectors = torch.svd_lowrank(matrix, q=min(self.rank + 4, *matrix.shape), niter=4)[2]
-            a.copy_(vectors[:, : self.rank].T)
+            a.copy_(_leading(directions[name].float().flatten(1), self.rank).T)
 
     def merged(self) -> dict[str, Tensor]:
         """The weights with the live task's changes in them, by the names of layers."""
@@ -110,13 +117,8 @@ class Deltas(Part):
 
     def _forward(self, place: int, layer: Any, x: Tensor) -> Tensor:
         """The layer's own forward with the changed weight."""
-        own = layer._parameters["weight"]
-        layer._parameters["weight"] = self._merged[place] if self._merged else self._changed(place, own)
-        try:
-            output: Tensor = type(layer).forward(layer, x)
-        finally:
-            layer._parameters["weight"] = own
-        return output
+        weight = self._merged[place] if self._merged else self._changed(place, layer.weight)
+        return _with_parameters(layer, weight, layer.bias, x)
 
     # ---- image by image --------------------------------------------------------------------------------------------
 
@@ -127,35 +129,71 @@ class Deltas(Part):
     def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:
         own = {name: layer.forward for name, layer in self.layers.items()}
         shapes = [tensor.shape for tensor in self.live(True).values()]
-        tables = [split_row(row, shapes) for row in rows]
-        chosen = iter([torch.stack(parts)[place] for parts in zip(*tables, strict=True)])
+        tables = zip(*(split_row(row, shapes) for row in rows), strict=True)
+        stacked = iter([torch.stack(parts) for parts in tables])
         try:
             for layer in self.layers.values():
-                layer.forward = partial(_forward_mixed, layer, next(chosen), next(chosen))  # type: ignore[method-assign]
+                mixed = _linear_mixed if isinstance(layer, nn.Linear) else _conv_mixed
+                mixed = _grouped_mixed if getattr(layer, "groups", 1) > 1 else mixed
+                layer.forward = partial(mixed, layer, next(stacked), next(stacked), place)  # type: ignore[method-assign]
             yield
         finally:
             for name, layer in self.layers.items():
                 layer.forward = own[name]  # type: ignore[method-assign]
 
 
-def _forward_mixed(layer: Any, a: Tensor, b: Tensor, x: Tensor) -> Tensor:
-    """A layer's forward with a change of each image's own: r filters, then a 1x1 convolution.
+def _leading(matrix: Tensor, rank: int, rounds: int = 16) -> Tensor:
+    """The leading right singular vectors of a matrix [O, I], as columns [I, r]: subspace iteration, no waiting."""
+    vectors = torch.randn(matrix.shape[1], rank, device=matrix.device)
+    for _ in range(rounds):
+        vectors = matrix.T @ (matrix @ vectors)
+        vectors = nn.functional.normalize(vectors, dim=0) if rank == 1 else torch.linalg.qr(vectors)[0]
+    return vectors
 
-    Args:
-        a: [N, r, I*K*K].
-        b: [N, O, r].
-    """
+
+# A layer's forward with a change of each image's own: A [T, r, I*K*K] and B [T, O, r] of the tasks of a batch, and for
+# each image the place of its task among them.
+
+
+def _linear_mixed(layer: Any, a: Tensor, b: Tensor, place: Tensor, x: Tensor) -> Tensor:
     output: Tensor = type(layer).forward(layer, x)
-    images, rank = a.shape[:2]
-    if isinstance(layer, nn.Linear):
-        low = torch.einsum("n...i,nri->n...r", x, a.to(x.dtype))
-        return output + torch.einsum("n...r,nor->n...o", low, b.to(x.dtype))
-    geometry, groups = conv_geometry(layer), layer.groups
+    low = torch.einsum("n...i,nri->n...r", x, a[place].to(x.dtype))
+    return output + torch.einsum("n...r,nor->n...o", low, b[place].to(x.dtype))
+
+
+def _conv_mixed(layer: Any, a: Tensor, b: Tensor, place: Tensor, x: Tensor) -> Tensor:
+    """The filters A of all tasks run along with the layer's own; of their outputs each image takes its task's."""
+    weight, bias = layer.weight, layer.bias
+    outputs, (tasks, rank) = len(weight), a.shape[:2]
+    filters = a.reshape(-1, *weight.shape[1:]).to(weight.dtype)
+    none = None if bias is None else torch.cat([bias, bias.new_zeros(len(filters))])
+    every = _with_parameters(layer, torch.cat([weight, filters]), none, x)
+    low = every[:, outputs:].unflatten(1, (tasks, rank))[torch.arange(len(x), device=x.device), place]
+    chosen = b[place].to(every.dtype)
+    if rank == 1:
+        return torch.addcmul(every[:, :outputs], low, chosen[..., None])
+    return every[:, :outputs] + torch.einsum("nor,nrhw->nohw", chosen, low)
+
+
+def _grouped_mixed(layer: Any, a: Tensor, b: Tensor, place: Tensor, x: Tensor) -> Tensor:
+    """All images as groups of one convolution, with weights of their own: they are few."""
+    weights = layer.weight + (b @ a).view(len(a), *layer.weight.shape)
+    geometry = conv_geometry(layer)
     padding = [amount for axis in (1, 0) for amount in geometry.axis_padding(axis, x.shape[2 + axis])]
     padded = pad(x, padding, mode="constant" if geometry.mode == "zeros" else geometry.mode)
-    # All images as groups of one convolution, and in each its own groups, which share A.
-    filters = a.view(images, 1, rank, *layer.weight.shape[1:]).expand(-1, groups, -1, -1, -1, -1)
-    filters = filters.reshape(images * groups * rank, *layer.weight.shape[1:]).to(x.dtype)
-    joined, groups = padded.reshape(1, -1, *padded.shape[2:]), images * groups
-    low = conv2d(joined, filters, None, layer.stride, 0, layer.dilation, groups)
-    return output + conv2d(low, b.reshape(-1, rank, 1, 1).to(x.dtype), groups=groups).view_as(output)
+    filters = weights[place].flatten(0, 1).to(x.dtype)
+    joined, groups = padded.reshape(1, -1, *padded.shape[2:]), len(x) * layer.groups
+    output = conv2d(joined, filters, None, layer.stride, 0, layer.dilation, groups)
+    output = output.view(len(x), -1, *output.shape[2:])
+    return output if layer.bias is None else output + layer.bias[:, None, None].to(x.dtype)
+
+
+def _with_parameters(layer: Any, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """The layer's own forward with another weight and bias."""
+    own = layer._parameters["weight"], layer._parameters["bias"]
+    layer._parameters["weight"], layer._parameters["bias"] = weight, bias
+    try:
+        output: Tensor = type(layer).forward(layer, x)
+    finally:
+        layer._parameters["weight"], layer._parameters["bias"] = own
+    return output
