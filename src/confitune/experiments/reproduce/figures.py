@@ -13,7 +13,7 @@ from confitune.experiments.place import Place
 from confitune.experiments.plots import curves_figure
 from confitune.experiments.reproduce.outcome import Outcome, picture_name
 from confitune.experiments.reproduce.plan import TABLE1, Part, Scope, by_dataset, results_of
-from confitune.experiments.summary import markdown_table
+from confitune.experiments.tables import markdown_table
 from confitune.metrics import average_accuracy_curve
 from confitune.tasks import dataset_info
 

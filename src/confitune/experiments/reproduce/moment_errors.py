@@ -16,7 +16,7 @@ from confitune.analysis import OverChannels, ShiftResult
 from confitune.experiments.drawing import draw_panels
 from confitune.experiments.reproduce.outcome import Outcome, picture_name
 from confitune.experiments.reproduce.plan import Scope
-from confitune.experiments.summary import markdown_table
+from confitune.experiments.tables import markdown_table
 
 # Heading -> what is drawn of it, and its unit.
 _PANELS = {

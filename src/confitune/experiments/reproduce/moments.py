@@ -18,7 +18,7 @@ from confitune.experiments.place import Place
 from confitune.experiments.reproduce.moment_errors import add_moment_errors
 from confitune.experiments.reproduce.outcome import Outcome, picture_name, shown
 from confitune.experiments.reproduce.plan import Part, Scope, by_dataset
-from confitune.experiments.summary import markdown_table
+from confitune.experiments.tables import markdown_table
 from confitune.metrics import mean_and_interval
 from confitune.nn import ContinualNet
 from confitune.settings import TrainSettings

@@ -14,7 +14,7 @@ from confitune.engine import RunResult, command_line, versions
 from confitune.errors import ConfituneError
 from confitune.experiments.job import file_name
 from confitune.experiments.paper import Reported
-from confitune.experiments.summary import markdown_table
+from confitune.experiments.tables import markdown_table
 from confitune.files import write_whole
 from confitune.metrics import mean_and_interval
 
