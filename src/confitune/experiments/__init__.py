@@ -15,7 +15,6 @@ from confitune.experiments.recipe import Recipe, make_recipe, merge_settings, re
 from confitune.experiments.report import write_report
 from confitune.experiments.reproduce import Scope, read_scope, reproduce
 from confitune.experiments.runner import run_recipe
-from confitune.experiments.search import Point, plan_search, winner
 from confitune.experiments.summary import (
     collect_results,
     comparison_page,
@@ -23,7 +22,7 @@ from confitune.experiments.summary import (
     summary_table,
     write_summary,
 )
-from confitune.experiments.tune import edge_note, run_search, search_table
+from confitune.experiments.tune import Point, edge_note, plan_search, run_search, search_table, winner
 
 __all__ = [
     "Place",
