@@ -137,7 +137,7 @@ def test_storage_stands_beside_what_the_paper_says_of_a_task(tmp_path):
     (outcome,) = reproduce(["storage"], scope)
     assert [(claim.measured, claim.holds) for claim in outcome.claims] == [("19,148", True), ("216,000", False)]
     (table,) = outcome.tables.values()
-    assert "| confit | 19,148 | 38,296 |" in table
+    assert "| confit | 19,148 | 0 | 38,296 |" in table
     assert "| ccll | 235,200 | 451,200 |" in table  # with the pre-trained batch norms, once
     assert (tmp_path / "storage-flowers102.png").exists()
 

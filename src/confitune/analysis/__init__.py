@@ -2,8 +2,8 @@
 
 from confitune.analysis.moments import LayerMoments, moments_at_test, paired_convs
 from confitune.analysis.saved import SavedResult
-from confitune.analysis.shift import LayerErrors, OverChannels, ShiftRecorder, ShiftResult
-from confitune.analysis.storage import StorageResult, StorageRow, kept_once, measure_storage
+from confitune.analysis.shift import ShiftRecorder, ShiftResult
+from confitune.analysis.storage import Storage, measure_storage
 from confitune.analysis.theory import (
     Proposition1,
     Proposition2,
@@ -15,23 +15,19 @@ from confitune.analysis.theory import (
 from confitune.analysis.transductive import MomentsAccuracy, TransductiveResult, transductive_accuracy
 
 __all__ = [
-    "LayerErrors",
     "LayerMoments",
     "MomentsAccuracy",
-    "OverChannels",
     "Proposition1",
     "Proposition2",
     "Proposition3",
     "SavedResult",
     "ShiftRecorder",
     "ShiftResult",
-    "StorageResult",
-    "StorageRow",
+    "Storage",
     "TransductiveResult",
     "check_proposition1",
     "check_proposition2",
     "check_proposition3",
-    "kept_once",
     "measure_storage",
     "moments_at_test",
     "paired_convs",

@@ -16,7 +16,7 @@ Saved = TypeVar("Saved", bound="SavedResult")
 class SavedResult(BaseModel):
     """Base of what an analysis found: numbers for a picture, written as JSON."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)
 
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""

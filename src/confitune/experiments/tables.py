@@ -34,7 +34,7 @@ def terminal_table(
     table.title_justify = table.caption_justify = "left"
     for place, name in enumerate(head):
         numbers = all(re.match(r"[-+]?\d|-?$", row[place]) for row in rows if place < len(row))
-        table.add_column(name, justify="right" if numbers else "left", no_wrap=place == 0)
+        table.add_column(name, justify="right" if numbers else "left", no_wrap=numbers or place == 0, overflow="fold")
     for place, row in enumerate(rows):
         table.add_row(*map(Text, row), style="bold" if place == bold else "")
     return table
