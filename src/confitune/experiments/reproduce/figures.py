@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 
@@ -127,6 +128,5 @@ def theory(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         outcome.pictures.append(f"proposition-{number}.png")
         title = f"Proposition {number}: {title}"
         draw_panels({"": lines}, scope.out / outcome.pictures[-1], title=title, x=x, y={"": y}, scale=scale)
-    checked = (first, second, third)
-    outcome.data = {f"proposition {n}": found.model_dump(mode="json") for n, found in enumerate(checked, 1)}
+    outcome.data = {"proposition 1": asdict(first), "proposition 2": asdict(second), "proposition 3": asdict(third)}
     return outcome
