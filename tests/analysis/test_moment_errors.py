@@ -51,9 +51,9 @@ def rms(values):
 
 
 @pytest.mark.parametrize("method", ["finetune", "task-bn", "confit"])
-def test_errors_of_a_run(make_run, sequence, settings, at_test, by_hand, method):
+def test_errors_of_a_run(make_run, sequence, settings, at_test, by_hand, method, tmp_path):
     net = make_run(method).net
-    copies, recorder = Copies(net), ShiftRecorder(net, sequence, settings)
+    copies, recorder = Copies(net), ShiftRecorder(net, sequence, settings, tmp_path)
     make_run(method, net=net, listeners=(recorder, copies)).run()
     first, _, last = (by_channel(at_test(after, sequence[0]), sequence[0], by_hand) for after in copies.after)
     result, eps = recorder.result(), 1e-5
@@ -65,13 +65,13 @@ def test_errors_of_a_run(make_run, sequence, settings, at_test, by_hand, method)
         assert found["variance moved"] > 1e-2  # there was something to follow
 
 
-def scaled_after_the_first_task(make_backbone, sequence, settings, form, scale, eps=1e-12):
+def scaled_after_the_first_task(make_backbone, sequence, settings, tmp_path, form, scale, eps=1e-12):
     """What is measured of a network whose first convolution was scaled when the second task was learned."""
     backbone = make_backbone()
     for layer in (1, 4):
         backbone[layer].eps = eps
     net = ContinualNet(backbone, [*FORMS[form](), Head()], momentum=1.0)  # moments of the last batch: all images
-    recorder = ShiftRecorder(net, sequence[:2], settings)
+    recorder = ShiftRecorder(net, sequence[:2], settings, tmp_path)
     recorder.run_started("finetune", ["dark", "bright"], 1, 0)
     for place, task in enumerate(sequence[:2]):
         net.add_task(task.name, len(task.classes))
@@ -88,9 +88,9 @@ def scaled_after_the_first_task(make_backbone, sequence, settings, form, scale, 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_convolution_scaled_by_a_known_factor(make_backbone, sequence, settings, form):
+def test_a_convolution_scaled_by_a_known_factor(make_backbone, sequence, settings, tmp_path, form):
     """Times 4, which float32 does exactly: variances are 16 times what they were, whatever the images."""
-    result = scaled_after_the_first_task(make_backbone, sequence, settings, form, torch.full((6,), 4.0))
+    result = scaled_after_the_first_task(make_backbone, sequence, settings, tmp_path, form, torch.full((6,), 4.0))
     layer, next_layer = result.errors
     assert layer["variance moved"] == pytest.approx(math.log(16), rel=1e-9)
     if form != "shared":  # a variance that is 16 times too small, but for what it was off before
@@ -102,16 +102,18 @@ def test_a_convolution_scaled_by_a_known_factor(make_backbone, sequence, setting
         assert layer["mean error, last"] == pytest.approx(layer["mean error, first"], rel=1e-4)
 
 
-def test_one_channel_alone(make_backbone, sequence, settings):
+def test_one_channel_alone(make_backbone, sequence, settings, tmp_path):
     scale = torch.ones(6)
     scale[4] = 0.5
-    result = scaled_after_the_first_task(make_backbone, sequence, settings, "xconv", scale)
+    result = scaled_after_the_first_task(make_backbone, sequence, settings, tmp_path, "xconv", scale)
     assert result.errors[0]["variance moved"] == pytest.approx(math.log(4) / math.sqrt(6), rel=1e-9)
 
 
-def test_eps_is_the_batch_norms_own(make_backbone, sequence, settings):
+def test_eps_is_the_batch_norms_own(make_backbone, sequence, settings, tmp_path):
     """With an eps that drowns every variance, nothing that batch norm divides by has moved."""
-    result = scaled_after_the_first_task(make_backbone, sequence, settings, "task", torch.full((6,), 2.0), eps=1000.0)
+    result = scaled_after_the_first_task(
+        make_backbone, sequence, settings, tmp_path, "task", torch.full((6,), 2.0), eps=1000.0
+    )
     assert 0 < result.errors[0]["variance moved"] < 0.01
     assert result.errors[0]["mean error, last"] < 0.2
 

@@ -163,7 +163,6 @@ def test_what_diverges_is_named_and_the_others_end(on_cluster, values, tmp_path)
     with on_cluster() as there, pytest.raises(TrainingError) as caught:
         run_recipe(recipe, tmp_path, place=there)
     assert str(caught.value).startswith("the loss of task 'task2' became")
-    assert caught.value.config["method"] == "ewc"
     assert set(json.loads((tmp_path / "summary.json").read_text())["digits"]) == {"linear-probe"}
 
 
@@ -283,7 +282,6 @@ def test_shares(nodes, device, asked, share):
         ("cuda:1", {}, "--device cuda:1 names one GPU, and Ray chooses which a run gets: use --device cuda"),
         ("cpu", {"gpus": 0.5}, "--gpus-per-run 0.5 and --device cpu contradict each other"),
         ("cuda", {"gpus": 0}, "--gpus-per-run 0 and --device cuda contradict each other"),
-        ("auto", {"gpus": 2}, "--gpus-per-run 2: a run uses one GPU or a part of it"),
     ],
 )
 def test_shares_that_make_no_sense(device, asked, message):

@@ -98,24 +98,20 @@ class ShiftResult(SavedResult):
 
 
 class ShiftRecorder(Listener):
-    """Measures a run after its first and after its last task; give it to the `SequenceRun` as a listener.
+    """Measures a run after its first task, and when asked; give it to the `SequenceRun` as a listener.
 
     Args:
         net: the network that is trained.
         sequence: its tasks.
         settings: of the run.
         folder: the run's folder, where what was measured after the first task waits for a run that is broken off and
-            resumed; without one, only a run that is not broken off can be measured.
+            resumed.
     """
 
-    def __init__(
-        self, net: ContinualNet, sequence: TaskSequence, settings: TrainSettings, folder: Path | None = None
-    ) -> None:
+    def __init__(self, net: ContinualNet, sequence: TaskSequence, settings: TrainSettings, folder: Path) -> None:
         self._net, self._sequence, self._settings = net, sequence, settings
-        self._path = None if folder is None else folder / AFTER_FIRST_TASK
+        self._path = folder / AFTER_FIRST_TASK
         self._method = ""
-        self._first: Mapping[str, LayerMoments] | None = None
-        self._last: Mapping[str, LayerMoments] | None = None
 
     def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
         self._method = name
@@ -126,33 +122,24 @@ class ShiftRecorder(Listener):
                 f"{name!r} has no network that learns {own[0]!r} and then the other tasks: no shift to be measured"
             )
         if first_task == 0:
-            self._first = self._last = None
-            if self._path is not None:
-                self._path.unlink(missing_ok=True)  # of a run that was here before
-        elif self._first is None:
-            self._first = self._remembered()
-        if first_task == len(own):
-            self._last = self._measure()  # broken off between the last task and its result
+            self._path.unlink(missing_ok=True)  # of a run that was here before
+        else:
+            read_moments(self._path, own[0])  # what is missing is said now, not at the end
 
     def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
         if task == 0:
-            self._first = self._measure()
-            if self._path is not None:
-                write_moments(self._path, self._sequence[0].name, self._first)
-        if task == len(self._sequence) - 1:
-            self._last = self._measure()
+            write_moments(self._path, self._sequence[0].name, self._measure())
 
     def result(self) -> ShiftResult:
-        """What was measured, once the run is over."""
-        if self._first is None or self._last is None:
-            raise ConfituneError("the shift is known after the last task: run a SequenceRun that listens with this")
-        layers = list(self._last)
-        if (known := _channels(self._first)) != (own := _channels(self._last)):
+        """What moved up to now; to be asked for when the last task has ended."""
+        before, after = read_moments(self._path, self._sequence[0].name), self._measure()
+        layers = list(after)
+        if (known := _channels(before)) != (own := _channels(after)):
             raise ConfituneError(
                 f"{self._path} is of another network: its layers and their channels are {known}, this one's {own}; "
                 "start this run anew for this analysis"
             )
-        pairs = [(self._first[name], self._last[name]) for name in layers]
+        pairs = [(before[name], after[name]) for name in layers]
         return ShiftResult(
             dataset=self._sequence.name,
             method=self._method,
@@ -168,15 +155,6 @@ class ShiftRecorder(Listener):
 
     def _measure(self) -> Mapping[str, LayerMoments]:
         return moments_at_test(self._net, self._sequence[0], self._settings)
-
-    def _remembered(self) -> Mapping[str, LayerMoments]:
-        if self._path is None or not self._path.exists():
-            where = "it was given no folder" if self._path is None else f"{self._path} is missing"
-            raise ConfituneError(
-                f"this run goes on after its first task, and what the shift was measured from then is not there "
-                f"({where}): start the run anew for this analysis, or resume it without"
-            )
-        return read_moments(self._path, self._sequence[0].name)
 
 
 def _channels(moments: Mapping[str, LayerMoments]) -> dict[str, int]:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from confitune.cli.app import Option, app
+from confitune.cli.app import Option, app, say
 from confitune.cli.options import GROUPS, default_of
 from confitune.errors import ConfituneError
 
@@ -115,21 +115,15 @@ def doctor_command(
     """
     from confitune.experiments import examine
 
-    console = Console()
     found = examine(folder, repair)
-    console.print(f"{folder}: {found.kind}", markup=False, highlight=False, soft_wrap=True)
-    for line in found.contents:
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    say("\n  ".join([f"{folder}: {found.kind}", *found.contents]))
     left = 0
     for finding in found.findings:
         mended = repair and finding.remedy is not None
         left += not mended
-        done = (
-            finding.remedy if mended else f"--repair: {finding.remedy}" if finding.remedy else "cannot be mended here"
-        )
-        style = "green" if mended else "red"
-        console.print(f"{finding.problem}: {done}", style=style, markup=False, highlight=False, soft_wrap=True)
+        todo = f"--repair: {finding.remedy}" if finding.remedy else "cannot be mended here"
+        say(f"{finding.problem}: {finding.remedy if mended else todo}", "green" if mended else "red")
     if not found.findings:
-        console.print("everything is whole", style="green")
+        say("everything is whole", "green")
     if left:
         raise typer.Exit(1)

@@ -43,14 +43,6 @@ class Share:
     cpus: int
     gpus: float = 0
 
-    def fits(self, node: Mapping[str, float]) -> bool:
-        """Whether an empty node with these resources can take a run."""
-        return node.get("CPU", 0) >= self.cpus and node.get("GPU", 0) >= self.gpus
-
-    def __str__(self) -> str:
-        cpus = f"{self.cpus} CPU{'s' * (self.cpus > 1)}"
-        return f"{self.gpus:g} GPU and {cpus}" if self.gpus else cpus
-
 
 def share_of(
     nodes: Sequence[Mapping[str, float]], device: str, gpus: float | None = None, cpus: int | None = None
@@ -73,12 +65,9 @@ def share_of(
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfituneError(f"--device {device} names one GPU, and Ray chooses which a run gets: use --device cuda")
-    if gpus is not None and not 0 <= gpus <= 1:
-        raise ConfituneError(f"--gpus-per-run {gpus:g}: a run uses one GPU or a part of it, from 0 to 1")
-    if gpus and device == "cpu":
-        raise ConfituneError(f"--gpus-per-run {gpus:g} and --device cpu contradict each other: leave one of them out")
-    if gpus == 0 and device == "cuda":
-        raise ConfituneError("--gpus-per-run 0 and --device cuda contradict each other: leave one of them out")
+    if gpus is not None and device == ("cpu" if gpus else "cuda"):
+        both = f"--gpus-per-run {gpus:g} and --device {device}"
+        raise ConfituneError(f"{both} contradict each other: leave one of them out")
     if gpus is None:
         gpus = 1 if device == "cuda" or (device == "auto" and any(node.get("GPU") for node in nodes)) else 0
     if cpus is None:
@@ -225,8 +214,9 @@ class RayPlace:
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
     def _say_if_nowhere(self, share: Share) -> None:
-        if not any(share.fits(node) for node in self._nodes()):
-            text = f"note: no node of the cluster has {share}: runs wait until one joins"
+        if not any(node.get("CPU", 0) >= share.cpus and node.get("GPU", 0) >= share.gpus for node in self._nodes()):
+            what = f"{share.cpus} CPUs" + (f" and {share.gpus:g} GPU" if share.gpus else "")
+            text = f"note: no node of the cluster has {what}: runs wait until one joins"
             self.console.print(text, style="yellow", markup=False, highlight=False)
 
 

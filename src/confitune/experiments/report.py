@@ -54,7 +54,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class TextTable:
-    """Column titles and rows; the first cell of a row names it."""
+    """The first cell of a row names it."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]

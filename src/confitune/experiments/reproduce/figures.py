@@ -111,22 +111,15 @@ def theory(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         "fine-tuning": (tasks, third.plain.forgotten),
         "probing first": (tasks, third.probing_first.forgotten),
     }
-    for number, (title, lines, x, y, scale) in enumerate(
-        (
-            ("error of a 3 x 3 convolution's mean", sizes, "image size", "error", "log"),
-            (
-                "the loss and its bound",
-                bounds,
-                "distance of the features from good ones",
-                "worst-case loss, square root",
-                "linear",
-            ),
-            ("what earlier tasks lose", losses, "tasks learned", "worst-case loss added", "linear"),
-        ),
-        1,
-    ):
+    distance = "distance of the features from good ones"
+
+    def draw(number: int, title: str, lines: Lines, x: str, y: str, scale: str = "linear") -> None:
         outcome.pictures.append(f"proposition-{number}.png")
         title = f"Proposition {number}: {title}"
         draw_panels({"": lines}, scope.out / outcome.pictures[-1], title=title, x=x, y={"": y}, scale=scale)
+
+    draw(1, "error of a 3 x 3 convolution's mean", sizes, "image size", "error", "log")
+    draw(2, "the loss and its bound", bounds, distance, "worst-case loss, square root")
+    draw(3, "what earlier tasks lose", losses, "tasks learned", "worst-case loss added")
     outcome.data = {"proposition 1": asdict(first), "proposition 2": asdict(second), "proposition 3": asdict(third)}
     return outcome

@@ -5,7 +5,7 @@ Both are measured while the runs of the ablation go on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,27 +38,25 @@ def watch_moments(
 ) -> Sequence[Listener]:
     """Listeners that leave `shift.json` and `transductive.json` in the run's folder."""
     shift = ShiftRecorder(net, sequence, settings, folder)
-    return (shift, _Writer(shift, net, sequence, settings, folder))
+
+    def write() -> None:
+        shift.result().save(folder / SHIFT)
+        transductive_accuracy(net, sequence.tasks, settings).save(folder / TRANSDUCTIVE)
+
+    return (shift, _AtEnd(len(sequence), write))
 
 
-class _Writer(Listener):
-    def __init__(
-        self, shift: ShiftRecorder, net: ContinualNet, sequence: TaskSequence, settings: TrainSettings, folder: Path
-    ) -> None:
-        self._shift, self._net, self._sequence, self._settings, self._folder = shift, net, sequence, settings, folder
+class _AtEnd(Listener):
+    def __init__(self, tasks: int, call: Callable[[], None]) -> None:
+        self._tasks, self._call = tasks, call
 
     def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
-        if first_task == len(self._sequence):  # broken off between the last task and its result
-            self._write()
+        if first_task == self._tasks:  # broken off between the last task and its result
+            self._call()
 
     def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
-        if task == len(self._sequence) - 1:
-            self._write()
-
-    def _write(self) -> None:
-        self._shift.result().save(self._folder / SHIFT)
-        found = transductive_accuracy(self._net, self._sequence.tasks, self._settings)
-        found.save(self._folder / TRANSDUCTIVE)
+        if task == self._tasks - 1:
+            self._call()
 
 
 def shift(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
