@@ -87,7 +87,7 @@ def draw_panels(
         scale: of the vertical axes; 'symlog' is logarithmic with a place for 0.
     """
     figure = Figure(figsize=(max(4.6 * len(panels), 5.2), 3.9), layout="constrained")
-    heading(figure, title)
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11, fontweight="bold")
     for axes, (name, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         _panel(axes, lines, name, x, y[name], scale)
     handles, labels = figure.axes[0].get_legend_handles_labels()

@@ -18,7 +18,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     |---|---|
     | confit | 94.0 |
     """
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    lines = ["".join(f"| {cell} " if cell else "| " for cell in cells) + "|" for cells in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
