@@ -647,14 +647,10 @@ COMMANDS = ("run", "tune", "reproduce")
 
 
 def test_options_lists_every_setting(confitune):
-    found = {entry["name"]: entry for entry in json.loads(confitune("options", "--json").out)}
-    fields = {**DataSettings.model_fields, **NetworkSettings.model_fields, **TrainSettings.model_fields}
-    assert set(fields) <= set(found)
-    assert all(entry["description"] for entry in found.values())
-    assert (found["weight_decay"]["default"], found["weight_decay"]["group"]) == (0.0, "Training")
-    assert (found["epochs"]["default"], found["model"]["default"]) == (None, "tf_efficientnet_lite0")
-    assert (found["ewc.strength"]["default"], found["ewc.strength"]["group"]) == (300.0, "Methods")
     said = confitune("options").out
+    fields = {**DataSettings.model_fields, **NetworkSettings.model_fields, **TrainSettings.model_fields}
+    assert all(cells(said, name)[2] for name in fields)
+    assert (cells(said, "weight_decay")[1], cells(said, "epochs")[1]) == ("0.0", "")
     assert cells(said, "lr_milestones")[:2] == ["lr_milestones", "0.333, 0.667, 0.833"]
     assert cells(said, "deterministic")[1] == "false"
     assert cells(said, "cpr.beta") == ["cpr.beta", "0.05", "of the entropy"]
@@ -673,7 +669,7 @@ def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tm
     arguments = ["tune", "ewc", *tiny, "--grid", "100", "--grid", "1", "--out", out]
     said = confitune(*arguments)
     assert said.code == 0
-    assert "grid point 1 of 2: ewc.strength=1 (1 more after it, then the retraining)" in said.out
+    assert "grid point 1 of 2: ewc.strength=1\n" in said.out
     best = json.loads((out / "search.json").read_text())["winner"]
     for strength in (1, 100):
         result = RunResult.load(out / f"grid/ewc.strength={strength}/digits/ewc/seed-0/result.json")
@@ -681,7 +677,7 @@ def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tm
         assert row[1:3] == [f"{result.acc:.1f}", f"{result.fgt:.1f}"]
         if strength == best:
             test = RunResult.load(out / f"retrained/ewc.strength={strength}/digits/ewc/seed-0/result.json")
-            assert row[4:] == [f"{test.acc:.1f}", f"{test.fgt:.1f}"]
+            assert row[3:5] == [f"{test.acc:.1f}", f"{test.fgt:.1f}"]
             assert "held_out" not in test.config
     assert f"Everything is in {out}; to run the winner again: confitune run {out / 'winner.yaml'}" in said.out
 
@@ -777,14 +773,6 @@ def test_methods_with_a_name_shows_its_options(confitune):
     assert cells(said.out, "cpr.beta") == ["cpr.beta", "0.05", "0.2", "0.02", "0.01", "0.1", "of the entropy"]
     assert "confitune tune mas-cpr" in said.out
     assert "no method 'mass': did you mean 'mas'?" in refused(confitune("methods", "mass"))
-
-
-def test_methods_as_json(confitune):
-    found = json.loads(confitune("methods", "--json").out)
-    assert {entry["name"]: entry["numbers_once"] for entry in found}["rwalk"] == 4 * 11_176_512
-    one = json.loads(confitune("methods", "ewc", "--json").out)
-    assert one == next(entry for entry in found if entry["name"] == "ewc")
-    assert one["options"][0]["paper"]["flowers102"] == 100_000
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs limits on the size of files")

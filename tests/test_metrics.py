@@ -40,17 +40,11 @@ def test_hand_computed_matrix():
     np.testing.assert_allclose(metrics.average_accuracy_curve(HAND), [80, 80, 58])
 
 
-def test_transfer_compares_the_diagonals_alone():
-    alone = np.array([[78.0, 0.0, 0.0], [0.0, 69.0, 0.0], [0.0, 0.0, 56.0]])
-    assert metrics.transfer(HAND, alone) == pytest.approx((2 + 1 - 6) / 3)
-
-
 def test_joint_training_has_an_average_accuracy_and_nothing_else():
     assert metrics.average_accuracy(JOINT) == pytest.approx(80)
     assert np.isnan(metrics.average_forgetting(JOINT))
     assert np.isnan(metrics.learning_accuracy(JOINT))
     assert np.isnan(metrics.backward_transfer(JOINT))
-    assert np.isnan(metrics.transfer(JOINT, HAND))
     np.testing.assert_allclose(metrics.average_accuracy_curve(JOINT), [NAN, NAN, 80])
 
 
@@ -123,8 +117,7 @@ def test_final_accuracy_is_what_was_learned_plus_backward_transfer(matrix):
 
 
 @given(matrices)
-def test_transfer_to_itself_is_zero_and_the_curve_ends_at_the_average_accuracy(matrix):
-    assert metrics.transfer(matrix, matrix) == 0
+def test_the_curve_ends_at_the_average_accuracy(matrix):
     assert metrics.average_accuracy_curve(matrix)[-1] == pytest.approx(metrics.average_accuracy(matrix))
 
 
@@ -171,11 +164,6 @@ def test_undefined_values_stay_undefined():
 def test_malformed_matrices_are_refused_with_what_is_wrong(matrix, complaint):
     with pytest.raises(ValueError, match=complaint):
         metrics.average_accuracy(matrix)
-
-
-def test_transfer_refuses_runs_of_different_length():
-    with pytest.raises(ValueError, match="3 tasks but the single-task run has 1"):
-        metrics.transfer(HAND, [[90.0]])
 
 
 @pytest.mark.parametrize("values", [[], 3.0, [[1.0, 2.0]]])

@@ -20,7 +20,6 @@ __all__ = [
     "backward_transfer",
     "learning_accuracy",
     "mean_and_interval",
-    "transfer",
 ]
 
 
@@ -96,24 +95,6 @@ def backward_transfer(accuracy: ArrayLike) -> float:
     if len(matrix) == 1:
         return 0.0
     return float((matrix[:-1, -1] - matrix.diagonal()[:-1]).mean())
-
-
-def transfer(accuracy: ArrayLike, single_task: ArrayLike) -> float:
-    """What the earlier tasks gave to learning the later ones, on average: gain over learning each task alone.
-
-    `transfer = 1/T * sum_i (a[i, i] - s[i, i])`
-
-    Args:
-        accuracy: T x T, percent.
-        single_task: T x T, percent, of a run that starts every task from the pre-trained network.
-
-    >>> transfer([[90.0, 80.0], [np.nan, 95.0]], single_task=[[90.0, 90.0], [np.nan, 91.0]])
-    2.0
-    """
-    matrix, alone = _checked(accuracy), _checked(single_task)
-    if len(matrix) != len(alone):
-        raise ValueError(f"the run has {len(matrix)} tasks but the single-task run has {len(alone)}")
-    return float((matrix.diagonal() - alone.diagonal()).mean())
 
 
 def average_accuracy_curve(accuracy: ArrayLike) -> NDArray[np.float64]:

@@ -98,7 +98,7 @@ def test_experiments_share_runs(tmp_path):
 
 def test_what_differs_goes_into_folders_of_its_own(tmp_path):
     parts = [*parts_of("controls", Scope(tmp_path)), *parts_of("deeper", Scope(tmp_path))]
-    parts += parts_of("table2", Scope(tmp_path, pipeline="clean"))
+    parts += parts_of("table2", Scope(tmp_path, given={"pipeline": "clean"}))
     seen = {}
     for part in parts:
         key = (part.folder, part.method)
@@ -137,8 +137,8 @@ def test_storage_stands_beside_what_the_paper_says_of_a_task(tmp_path):
     (outcome,) = reproduce(["storage"], scope)
     assert [(claim.measured, claim.holds) for claim in outcome.claims] == [("19,148", True), ("216,000", False)]
     (table,) = outcome.tables.values()
-    assert "| confit | 19,148 | 38,296 |" in table
-    assert "| ccll | 235,200 | 451,200 |" in table  # with the pre-trained batch norms, once
+    assert "| confit | 19,148 | 0 | 38,296 |" in table
+    assert "| ccll | 216,000 | 19,200 | 451,200 |" in table  # with the pre-trained batch norms, once
     assert (tmp_path / "storage-flowers102.png").exists()
 
 
@@ -147,8 +147,8 @@ def test_a_file_names_what_to_do_and_options_win(tmp_path):
     path.write_text("what: [table1, curves]\ndatasets: [cifar100, flowers102]\nseeds: 3\nmodel: resnet34\n")
     scope, whats = read_scope([str(path), "theory"], tmp_path, datasets=["photos,digits"], changes=["lr=0.3"])
     assert whats == ["table1", "curves", "theory"]
-    assert (scope.datasets, scope.seeds, scope.methods, scope.pipeline) == (("photos", "digits"), 3, None, "published")
-    assert scope.given == {"model": "resnet34", "lr": 0.3}
+    assert (scope.datasets, scope.methods) == (("photos", "digits"), None)
+    assert scope.given == {"seeds": 3, "model": "resnet34", "lr": 0.3}
 
 
 def test_every_recipe_of_an_experiment_is_sound(tmp_path):
@@ -208,7 +208,7 @@ def test_results_of_another_configuration_are_refused(tiny):
 
 
 def test_quick_fills_in_only_what_is_not_asked_for(tmp_path):
-    scope = Scope(tmp_path, ("digits",), quick=True, seeds=3, given={"tasks": 4})
+    scope = Scope(tmp_path, ("digits",), quick=True, given={"tasks": 4, "seeds": 3})
     recipe = scope.recipe("digits", "confit", epochs=50)
     assert (recipe.seeds, recipe.tasks, recipe.epochs) == (3, 4, 5)
 

@@ -253,7 +253,7 @@ def test_confit_against_single_task_is_judged_by_all_four(table1, small, tmp_pat
 
 def test_every_seed_counts(small, tmp_path):
     datasets, methods = ("cifar100", "caltech101"), ("confit", "linear-probe")
-    scope = Scope(tmp_path, datasets, methods, seeds=2, given={**small, "epochs": 1, "tasks": 2})
+    scope = Scope(tmp_path, datasets, methods, given={**small, "epochs": 1, "tasks": 2, "seeds": 2})
     (outcome,) = reproduce(["table1"], scope, place=LocalPlace(parallel_seeds=2))
     results = results_below(tmp_path)
     assert set(results) == {(d, "test_byobnet", m, seed) for d in datasets for m in methods for seed in (0, 1)}

@@ -1,37 +1,24 @@
 """What the paper looks into beside accuracy: shift, transductive moments, storage, and its propositions."""
 
+from confitune.analysis.constant_maps import check_proposition1
+from confitune.analysis.linear_model import check_proposition2, check_proposition3
 from confitune.analysis.moments import LayerMoments, moments_at_test, paired_convs
 from confitune.analysis.saved import SavedResult
-from confitune.analysis.shift import LayerErrors, OverChannels, ShiftRecorder, ShiftResult
-from confitune.analysis.storage import StorageResult, StorageRow, kept_once, measure_storage
-from confitune.analysis.theory import (
-    Proposition1,
-    Proposition2,
-    Proposition3,
-    check_proposition1,
-    check_proposition2,
-    check_proposition3,
-)
+from confitune.analysis.shift import ShiftRecorder, ShiftResult
+from confitune.analysis.storage import Storage, measure_storage
 from confitune.analysis.transductive import MomentsAccuracy, TransductiveResult, transductive_accuracy
 
 __all__ = [
-    "LayerErrors",
     "LayerMoments",
     "MomentsAccuracy",
-    "OverChannels",
-    "Proposition1",
-    "Proposition2",
-    "Proposition3",
     "SavedResult",
     "ShiftRecorder",
     "ShiftResult",
-    "StorageResult",
-    "StorageRow",
+    "Storage",
     "TransductiveResult",
     "check_proposition1",
     "check_proposition2",
     "check_proposition3",
-    "kept_once",
     "measure_storage",
     "moments_at_test",
     "paired_convs",

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -122,7 +122,7 @@ def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings | Non
     pairs = paired_convs(twin, _two_images(task))
     true: dict[str, Moments] = {}
     for conv in pairs:
-        twin.backbone.get_submodule(conv).register_forward_hook(_adding(true, conv))
+        twin.backbone.get_submodule(conv).register_forward_hook(partial(_add, true, conv))
     with _full_precision(device):
         for pixels, _ in batches(task.test, (settings or TrainSettings()).eval_batch_size, device):
             twin(task.inputs(pixels))
@@ -131,11 +131,8 @@ def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings | Non
     return {conv: _layer(moments, twin.backbone.get_submodule(pairs[conv])) for conv, moments in true.items()}
 
 
-def _adding(true: dict[str, Moments], conv: str) -> Callable[[nn.Module, Any, Tensor], None]:
-    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        true.setdefault(conv, Moments()).add(output)
-
-    return hook
+def _add(true: dict[str, Moments], conv: str, module: nn.Module, args: object, output: Tensor) -> None:
+    true.setdefault(conv, Moments()).add(output)
 
 
 def _layer(true: Moments, norm: nn.Module) -> LayerMoments:

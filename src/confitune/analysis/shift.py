@@ -15,8 +15,8 @@ variances. Beyond the paper, therefore, in numbers that can be compared between 
     variance_error[c] = log((v_r^j + eps) / (v_te^j + eps))            0.02: two percent too large, likewise
     variance_moved[c] = log((v_te^T + eps) / (v_te^1 + eps))           what there was to follow
 
-each as its root mean square over channels and as its worst channel. What batch norm divides by is the root of a
-variance, so half a variance's error is its own.
+each as its root mean square over channels. What batch norm divides by is the root of a variance, so half a variance's
+error is its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from confitune.analysis.moments import LayerMoments, moments_at_test, read_moments, write_moments
@@ -39,46 +39,19 @@ from confitune.tasks import TaskSequence
 AFTER_FIRST_TASK = "shift-after-first-task.safetensors"
 
 
-class OverChannels(BaseModel):
-    """What every channel of a layer has one of: how large it is over all of them, and where it is largest.
-
-    >>> OverChannels.of(torch.tensor([0.0, -4.0, 3.0, 0.0]))
-    OverChannels(rms=2.5, worst=-4.0, worst_channel=1)
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    rms: float  # root of the mean square
-    worst: float  # farthest from 0, with its sign
-    worst_channel: int
-
-    @classmethod
-    def of(cls, values: Tensor) -> OverChannels:
-        """Of one value a channel [C]."""
-        place = int(values.abs().argmax())
-        return cls(rms=float(values.square().mean().sqrt()), worst=float(values[place]), worst_channel=place)
+def moment_errors(first: LayerMoments, last: LayerMoments) -> dict[str, float]:
+    """Of one layer after the first and after the last task, as root mean squares over its channels."""
+    return {
+        "mean error, first": _rms(_mean_error(first)),
+        "mean error, last": _rms(_mean_error(last)),
+        "variance moved": _rms(log_ratio(last.true_variance, first.true_variance, last.eps)),
+        "variance error, first": _rms(log_ratio(first.used_variance, first.true_variance, first.eps)),
+        "variance error, last": _rms(log_ratio(last.used_variance, last.true_variance, last.eps)),
+    }
 
 
-class LayerErrors(BaseModel):
-    """How far the moments that a layer's batch norm uses are from the true ones."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    mean_error: OverChannels  # in deviations; positive: the mean in use is too large
-    variance_error: OverChannels  # logarithm of a ratio; positive: the variance in use is too large
-    channels: int
-    near_zero: int  # channels whose true variance is below eps: they carry nothing, and eps decides their scale
-
-    @classmethod
-    def of(cls, layer: LayerMoments) -> LayerErrors:
-        """From what was measured."""
-        deviations = (layer.used_mean - layer.true_mean) / (layer.true_variance + layer.eps).sqrt()
-        return cls(
-            mean_error=OverChannels.of(deviations),
-            variance_error=OverChannels.of(log_ratio(layer.used_variance, layer.true_variance, layer.eps)),
-            channels=len(layer.true_variance),
-            near_zero=int((layer.true_variance < layer.eps).sum()),
-        )
+def _mean_error(layer: LayerMoments) -> Tensor:
+    return (layer.used_mean - layer.true_mean) / (layer.true_variance + layer.eps).sqrt()
 
 
 def log_ratio(variance: Tensor, other: Tensor, eps: float) -> Tensor:
@@ -88,6 +61,10 @@ def log_ratio(variance: Tensor, other: Tensor, eps: float) -> Tensor:
     tensor([0.6931, 0.0000])
     """
     return ((variance + eps) / (other + eps)).log()
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
 
 
 class ShiftResult(SavedResult):
@@ -105,48 +82,36 @@ class ShiftResult(SavedResult):
     d0: list[float]
     d1: list[float]
     d2: list[float]
-    after_first: list[LayerErrors] = Field(default_factory=list)
-    after_last: list[LayerErrors] = Field(default_factory=list)
-    variance_moved: list[OverChannels] = Field(default_factory=list)
+    errors: list[dict[str, float]] = Field(default_factory=list)
 
     @property
     def added(self) -> list[float]:
         """D2 - D0 of each layer: the running mean's error that came after the first task."""
         return [after - before for after, before in zip(self.d2, self.d0, strict=True)]
 
-    @property
-    def has_errors(self) -> bool:
-        """Whether errors of both moments were measured."""
-        return bool(self.after_last)
-
     @model_validator(mode="after")
     def _one_a_layer(self) -> ShiftResult:
-        errors = {len(self.after_first), len(self.after_last), len(self.variance_moved)}
-        lengths = {len(self.d0), len(self.d1), len(self.d2)} | (errors if errors != {0} else set())
+        lengths = {len(self.d0), len(self.d1), len(self.d2), len(self.errors or self.layers)}
         if lengths != {len(self.layers)}:
             raise ValueError(f"{len(self.layers)} layers, but lists of {sorted(lengths)}")
         return self
 
 
 class ShiftRecorder(Listener):
-    """Measures a run after its first and after its last task; give it to the `SequenceRun` as a listener.
+    """Measures a run after its first task, and when asked; give it to the `SequenceRun` as a listener.
 
     Args:
         net: the network that is trained.
         sequence: its tasks.
         settings: of the run.
         folder: the run's folder, where what was measured after the first task waits for a run that is broken off and
-            resumed; without one, only a run that is not broken off can be measured.
+            resumed.
     """
 
-    def __init__(
-        self, net: ContinualNet, sequence: TaskSequence, settings: TrainSettings, folder: Path | None = None
-    ) -> None:
+    def __init__(self, net: ContinualNet, sequence: TaskSequence, settings: TrainSettings, folder: Path) -> None:
         self._net, self._sequence, self._settings = net, sequence, settings
-        self._path = None if folder is None else folder / AFTER_FIRST_TASK
+        self._path = folder / AFTER_FIRST_TASK
         self._method = ""
-        self._first: Mapping[str, LayerMoments] | None = None
-        self._last: Mapping[str, LayerMoments] | None = None
 
     def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
         self._method = name
@@ -157,33 +122,24 @@ class ShiftRecorder(Listener):
                 f"{name!r} has no network that learns {own[0]!r} and then the other tasks: no shift to be measured"
             )
         if first_task == 0:
-            self._first = self._last = None
-            if self._path is not None:
-                self._path.unlink(missing_ok=True)  # of a run that was here before
-        elif self._first is None:
-            self._first = self._remembered()
-        if first_task == len(own):
-            self._last = self._measure()  # broken off between the last task and its result
+            self._path.unlink(missing_ok=True)  # of a run that was here before
+        else:
+            read_moments(self._path, own[0])  # what is missing is said now, not at the end
 
     def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
         if task == 0:
-            self._first = self._measure()
-            if self._path is not None:
-                write_moments(self._path, self._sequence[0].name, self._first)
-        if task == len(self._sequence) - 1:
-            self._last = self._measure()
+            write_moments(self._path, self._sequence[0].name, self._measure())
 
     def result(self) -> ShiftResult:
-        """What was measured, once the run is over."""
-        if self._first is None or self._last is None:
-            raise ConfituneError("the shift is known after the last task: run a SequenceRun that listens with this")
-        layers = list(self._last)
-        if (known := _channels(self._first)) != (own := _channels(self._last)):
+        """What moved up to now; to be asked for when the last task has ended."""
+        before, after = read_moments(self._path, self._sequence[0].name), self._measure()
+        layers = list(after)
+        if (known := _channels(before)) != (own := _channels(after)):
             raise ConfituneError(
                 f"{self._path} is of another network: its layers and their channels are {known}, this one's {own}; "
                 "start this run anew for this analysis"
             )
-        pairs = [(self._first[name], self._last[name]) for name in layers]
+        pairs = [(before[name], after[name]) for name in layers]
         return ShiftResult(
             dataset=self._sequence.name,
             method=self._method,
@@ -194,24 +150,11 @@ class ShiftRecorder(Listener):
             d0=[_distance(first.used_mean, first.true_mean) for first, _ in pairs],
             d1=[_distance(first.true_mean, last.true_mean) for first, last in pairs],
             d2=[_distance(last.used_mean, last.true_mean) for _, last in pairs],
-            after_first=[LayerErrors.of(first) for first, _ in pairs],
-            after_last=[LayerErrors.of(last) for _, last in pairs],
-            variance_moved=[
-                OverChannels.of(log_ratio(last.true_variance, first.true_variance, last.eps)) for first, last in pairs
-            ],
+            errors=[moment_errors(first, last) for first, last in pairs],
         )
 
     def _measure(self) -> Mapping[str, LayerMoments]:
         return moments_at_test(self._net, self._sequence[0], self._settings)
-
-    def _remembered(self) -> Mapping[str, LayerMoments]:
-        if self._path is None or not self._path.exists():
-            where = "it was given no folder" if self._path is None else f"{self._path} is missing"
-            raise ConfituneError(
-                f"this run goes on after its first task, and what the shift was measured from then is not there "
-                f"({where}): start the run anew for this analysis, or resume it without"
-            )
-        return read_moments(self._path, self._sequence[0].name)
 
 
 def _channels(moments: Mapping[str, LayerMoments]) -> dict[str, int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import product
 from typing import Any, Literal
 
@@ -78,31 +79,21 @@ def transductive_accuracy(
 
 
 def _accuracy(net: ContinualNet, task: Task, settings: TrainSettings, mean: Source, variance: Source) -> float:
-    net.prepare(task.name)
-    moments = _ChosenMoments(net.backbone, mean, variance, whole=len(task.test) <= settings.eval_batch_size)
-    try:
-        right = _right_answers(net, task, settings, moments)
-    finally:
-        moments.restore()
-    return 100.0 * right.double().mean().item()
-
-
-def _right_answers(net: ContinualNet, task: Task, settings: TrainSettings, moments: _ChosenMoments) -> Tensor:
     """Sweeps over the test set, each of which finds one more layer's moments, until none is left to be found."""
+    net.prepare(task.name)
     device = next(net.parameters()).device
-    while True:
+    moments = _ChosenMoments(net.backbone, mean, variance, whole=len(task.test) <= settings.eval_batch_size)
+    found_one = True
+    while found_one:
         right = []
         for pixels, labels in batches(task.test, settings.eval_batch_size, device):
-            x = task.inputs(pixels)
-            moments.call = 0
-            try:
-                with torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16(device)):
-                    logits = net.head(net.backbone(x))
+            moments.call, x = 0, task.inputs(pixels)
+            with suppress(_FarEnough), torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16(device)):
+                logits = net.head(net.backbone(x))
                 right.append(count_right(logits, labels, task.groups))
-            except _FarEnough:
-                pass
-        if not moments.found_one():
-            return torch.cat(right)
+        found_one = moments.found_one()
+    moments.restore()
+    return 100.0 * torch.cat(right).double().mean().item()
 
 
 class _FarEnough(Exception):
@@ -117,7 +108,8 @@ class _ChosenMoments:
 
     def __init__(self, backbone: nn.Module, mean: Source, variance: Source, whole: bool) -> None:
         norms = [m for m in backbone.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-        self._running = {norm: (norm.running_mean.clone(), norm.running_var.clone()) for norm in norms}  # type: ignore[union-attr]
+        kept = ("running_mean", "running_var")
+        self._running = {norm: [norm.get_buffer(name).clone() for name in kept] for norm in norms}
         self._mean, self._variance, self._whole = mean, variance, whole
         self._known: list[tuple[Tensor, Tensor]] = []  # true moments by call
         self._new = Moments()
@@ -126,18 +118,15 @@ class _ChosenMoments:
         self._handles = [norm.register_forward_pre_hook(self._before) for norm in hooked]
 
     def _before(self, norm: nn.Module, args: tuple[Any, ...]) -> None:
-        assert isinstance(norm, _BatchNorm)
         if self.call == len(self._known):
             self._new.add(args[0])
             if not self._whole:
                 raise _FarEnough
             self.found_one()
+        assert isinstance(norm, _BatchNorm)
         true, running = self._known[self.call], self._running[norm]
         self.call += 1
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        norm.running_mean.copy_(true[0] if self._mean == "true" else running[0])
-        norm.running_var.copy_(true[1] if self._variance == "true" else running[1])
+        _put(norm, (true if self._mean == "true" else running)[0], (true if self._variance == "true" else running)[1])
 
     def found_one(self) -> bool:
         """Take over what was measured, if anything was."""
@@ -151,7 +140,9 @@ class _ChosenMoments:
         for handle in self._handles:
             handle.remove()
         for norm, (mean, variance) in self._running.items():
-            assert norm.running_mean is not None
-            assert norm.running_var is not None
-            norm.running_mean.copy_(mean)
-            norm.running_var.copy_(variance)
+            _put(norm, mean, variance)
+
+
+def _put(norm: nn.Module, mean: Tensor, variance: Tensor) -> None:
+    norm.get_buffer("running_mean").copy_(mean)
+    norm.get_buffer("running_var").copy_(variance)

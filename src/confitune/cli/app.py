@@ -25,3 +25,8 @@ def stoppable(how_to_go_on: str) -> Iterator[None]:
     except KeyboardInterrupt:
         Console(stderr=True).print(f"stopped; {how_to_go_on}", style="yellow")
         raise typer.Exit(130) from None
+
+
+def say(text: str, style: str = "", console: Console | None = None) -> None:
+    """Print a text as it is: nothing in it is markup, and a long line stays one."""
+    (console or Console()).print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from confitune.cli.app import Option, app, stoppable
+from confitune.cli.app import Option, app, say, stoppable
 from confitune.cli.options import SettingsCommand, with_settings
 from confitune.errors import ConfituneError
 
 if TYPE_CHECKING:
-    from confitune.deploy import Bundle, LearnReport, Prediction
+    from confitune.deploy import LearnReport, Prediction
 
 BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="a folder that `confitune learn` made")]
 
@@ -112,15 +112,10 @@ def _print_learned(console: Console, report: LearnReport, bundle: Path) -> None:
         )
     console.print(table)
     if report.only_head:
-        console.print("The pre-trained features are enough for this task: only a head was fitted.")
+        say("The pre-trained features are enough for this task: only a head was fitted.")
     kept = f", held-out photos {report.held_out_bytes / 1e6:.2f} MB" if report.held_out_bytes else ""
-    console.print(
-        f"{bundle} grew by {report.bytes / 1e6:.2f} MB ({report.numbers:,} numbers and the head){kept}; "
-        f"{report.seconds:.0f} s",
-        soft_wrap=True,
-        markup=False,
-        highlight=False,
-    )
+    grew = f"{bundle} grew by {report.bytes / 1e6:.2f} MB ({report.numbers:,} numbers and the head)"
+    say(f"{grew}{kept}; {report.seconds:.0f} s")
 
 
 @app.command(name="tasks")
@@ -163,46 +158,36 @@ def tasks_command(
                 opened.copy_task(Bundle.open(copy[0]), copy[1])
     with decoding_bar(console) as testing:
         checked = check_tasks(opened, device, testing) if check else None
-    if as_json:
-        typer.echo(json.dumps(_tasks_as_json(opened, checked.accuracy if checked else {}), indent=1))
-        return
-    table = Table(caption="accuracy in percent on held-out photos", caption_justify="left")
-    for column in ("task", "classes", "photos", "learned", "accuracy", "KB"):
-        table.add_column(column, justify="left" if column in ("task", "learned") else "right")
-    for name, record in opened.tasks.items():
-        accuracy = (checked.accuracy if checked else opened.accuracy).get(name, record.accuracy)
-        table.add_row(
-            escape(name),
-            str(len(record.classes)),
-            str(record.images),
-            record.learned[:10],
-            "-" if accuracy is None else f"{accuracy:.1f}",
-            f"{record.file.bytes / 1e3:,.0f}",
-        )
-    console.print(table)
-    if checked and checked.guessed is not None:
-        console.print(
-            f"Without --task, {checked.guessed:.1f}% of these photos are given to the right task (by chance "
-            f"{100 / len(opened.tasks):.1f}%), {checked.unknown:.1f}% to none.",
-            soft_wrap=True,
-            highlight=False,
-        )
-    elif checked and len(opened.tasks) > MOST_CHECKED:
-        console.print(f"How often the task is guessed is not measured with more than {MOST_CHECKED} tasks.")
-
-
-def _tasks_as_json(bundle: Bundle, checked: dict[str, float]) -> list[dict[str, object]]:
-    return [
+    accuracy = {**opened.accuracy, **(checked.accuracy if checked else {})}
+    told: list[dict[str, Any]] = [
         {
             "task": name,
             "classes": list(record.classes),
             "images": record.images,
             "learned": record.learned,
-            "accuracy": checked.get(name, bundle.accuracy.get(name, record.accuracy)),
+            "accuracy": accuracy.get(name, record.accuracy),
             "bytes": record.file.bytes,
         }
-        for name, record in bundle.tasks.items()
+        for name, record in opened.tasks.items()
     ]
+    if as_json:
+        typer.echo(json.dumps(told, indent=1))
+        return
+    table = Table(caption="accuracy in percent on held-out photos", caption_justify="left")
+    for column in ("task", "classes", "photos", "learned", "accuracy", "KB"):
+        table.add_column(column, justify="left" if column in ("task", "learned") else "right")
+    for task in told:
+        right = "-" if task["accuracy"] is None else f"{task['accuracy']:.1f}"
+        counts = (str(len(task["classes"])), str(task["images"]))
+        table.add_row(escape(task["task"]), *counts, task["learned"][:10], right, f"{task['bytes'] / 1e3:,.0f}")
+    console.print(table)
+    if checked and checked.guessed is not None:
+        say(
+            f"Without --task, {checked.guessed:.1f}% of these photos are given to the right task (by chance "
+            f"{100 / len(opened.tasks):.1f}%), {checked.unknown:.1f}% to none."
+        )
+    elif checked and len(opened.tasks) > MOST_CHECKED:
+        say(f"How often the task is guessed is not measured with more than {MOST_CHECKED} tasks.")
 
 
 @app.command(name="predict")
@@ -229,7 +214,7 @@ def predict_command(
     """
     from confitune.deploy import Predictor, image_files, predict_files
 
-    console, errors = Console(), Console(stderr=True)
+    errors = Console(stderr=True)
     files = image_files(images)
     predictor = Predictor.from_bundle(bundle, device=device)
     if task is not None:
@@ -238,22 +223,16 @@ def predict_command(
     for file, answer in predict_files(predictor, files, task, top, among):
         if isinstance(answer, ConfituneError):
             failed += 1
-            errors.print(f"{answer}", style="red", markup=False, highlight=False, soft_wrap=True)
+            say(str(answer), "red", errors)
         elif as_json:
-            typer.echo(json.dumps({"image": str(file), **_answer_as_json(answer)}, ensure_ascii=False))
+            classes = [{"name": name, "probability": probability} for name, probability in answer.classes]
+            found = {"task": answer.task, "task_confidence": answer.task_confidence, "classes": classes}
+            typer.echo(json.dumps({"image": str(file), **found}, ensure_ascii=False))
         else:
-            console.print(f"{file}: {_in_words(answer)}", markup=False, highlight=False, soft_wrap=True)
+            say(f"{file}: {_in_words(answer)}")
     if failed:
-        errors.print(f"{failed} of {len(files)} images could not be read", style="red", highlight=False)
+        say(f"{failed} of {len(files)} images could not be read", "red", errors)
         raise typer.Exit(1)
-
-
-def _answer_as_json(answer: Prediction) -> dict[str, object]:
-    return {
-        "task": answer.task,
-        "task_confidence": answer.task_confidence,
-        "classes": [{"name": name, "probability": probability} for name, probability in answer.classes],
-    }
 
 
 def _in_words(answer: Prediction) -> str:
@@ -317,9 +296,4 @@ def export_command(
     from confitune.deploy import export_bundle
 
     path, difference = export_bundle(bundle, task, to, out)
-    Console().print(
-        f"{path}: equal to the bundle up to {difference:.1e} on ten images",
-        soft_wrap=True,
-        markup=False,
-        highlight=False,
-    )
+    say(f"{path}: equal to the bundle up to {difference:.1e} on ten images")

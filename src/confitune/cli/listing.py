@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import track
-from rich.table import Table
 
-from confitune.cli.app import Option, app
-from confitune.cli.options import DATASETS_OWN, FIELDS, GROUPS, default_of
+from confitune.cli.app import Option, app, say
+from confitune.cli.options import GROUPS, default_of
 from confitune.errors import ConfituneError
 
 
@@ -30,7 +27,7 @@ def models_command(
     weights). "recovered" counts the batch norms that directly follow a convolution, whose mean is recovered through
     it; the others keep all their moments per task.
     """
-    from confitune.experiments import matching_models, report_model
+    from confitune.experiments import matching_models, report_model, terminal_table
 
     console = Console()
     names = matching_models(pattern)
@@ -39,19 +36,14 @@ def models_command(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what libraries say of their own models is not what was asked for
         reports = [report_model(n) for n in track(names, "converting", console=console, transient=True)]
-    table = Table(
-        caption="phase, window: numbers a task with these input means, without its head", caption_justify="left"
-    )
-    table.add_column("model", no_wrap=True)
-    for column in ("weights", "BNs", "recovered", "phase", "window"):
-        table.add_column(column, justify="right")
+    rows = []
     for r in reports:
-        if r.problem:
-            table.add_row(r.name, f"[dim]{escape(r.problem)}[/dim]")
-        else:
-            counts = (r.norms, r.recovered, r.phase_numbers, r.window_numbers)
-            table.add_row(r.name, f"{r.parameters / 1e6:.1f}M", *(f"{count:,}" for count in counts))
-    console.print(table)
+        counts = (r.norms, r.recovered, r.phase_numbers, r.window_numbers)
+        numbers = [f"{r.parameters / 1e6:.1f}M", *(f"{count:,}" for count in counts)]
+        rows.append([r.name, r.problem] if r.problem else [r.name, *numbers])
+    head = ["model", "weights", "BNs", "recovered", "phase", "window"]
+    caption = "phase, window: numbers a task with these input means, without its head"
+    console.print(terminal_table(head, rows, caption=caption))
 
 
 @app.command(name="methods")
@@ -59,7 +51,6 @@ def methods_command(
     name: Annotated[
         str | None, typer.Argument(help="one method, also composed: confit, ewc, mas-cpr, ewc+confit; default: all")
     ] = None,
-    as_json: Annotated[bool, Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
     """List the methods, what each stores and what it does besides plain fine-tuning; with a name, its options.
 
@@ -74,22 +65,15 @@ def methods_command(
 
       confitune methods ewc
 
-      confitune methods mas+cpr+confit --json
+      confitune methods mas+cpr+confit
     """
-    from confitune.experiments import method_page, methods_table, report_method, report_methods
+    from confitune.experiments import method_page, methods_table
 
-    reports = [report_method(name)] if name else report_methods()
-    if as_json:
-        found = [report.as_json() for report in reports]
-        typer.echo(json.dumps(found[0] if name else found, indent=1))
-    else:
-        Console().print(method_page(reports[0]) if name else methods_table(reports))
+    Console().print(method_page(name) if name else methods_table())
 
 
 @app.command(name="options")
-def options_command(
-    as_json: Annotated[bool, Option("--json", help="print JSON instead of a table")] = False,
-) -> None:
+def options_command() -> None:
     """List every setting of data, network and training, and every option of the methods.
 
     All of them can stand in a recipe, and be given to `run`, `tune` and `reproduce` as --set NAME=VALUE.
@@ -100,32 +84,16 @@ def options_command(
 
       confitune run --method ewc --set weight_decay=1e-4 --set ewc.strength=3000
     """
-    from confitune.experiments import method_options
+    from confitune.experiments import method_options, terminal_table
 
-    groups: dict[str, list[tuple[str, Any, str]]] = {
-        title: [
-            (name, None if name in DATASETS_OWN else field.default, field.description or "")
-            for name, field in group.model_fields.items()
-        ]
-        for title, group in GROUPS.items()
-    }
-    groups["Methods"] = [(option.name, option.default, option.description) for option in method_options()]
-    if as_json:
-        columns = ("name", "default", "description")
-        found = [dict(zip(columns, row, strict=True), group=title) for title, rows in groups.items() for row in rows]
-        typer.echo(json.dumps(found, indent=1))
-        return
-    table = Table(caption="Give them as --set NAME=VALUE, or in a recipe.", caption_justify="left")
-    table.add_column("name", no_wrap=True)
-    table.add_column("default", max_width=22)
-    table.add_column("what it is", ratio=1)
-    for title, rows in groups.items():
-        table.add_section()
-        table.add_row(f"[bold]{title}[/bold]")
-        for name, default, description in rows:
-            shown = default_of(name) if name in FIELDS else str(default)
-            table.add_row(name, escape(shown), escape(description))
-    Console().print(table)
+    rows = [
+        [name, default_of(name), field.description or ""]
+        for group in GROUPS.values()
+        for name, field in group.model_fields.items()
+    ]
+    rows += [[option.name, str(option.default), option.description] for option in method_options()]
+    head = ["name", "default", "what it is"]
+    Console().print(terminal_table(head, rows, caption="Give them as --set NAME=VALUE, or in a recipe."))
 
 
 @app.command(name="doctor")
@@ -147,21 +115,15 @@ def doctor_command(
     """
     from confitune.experiments import examine
 
-    console = Console()
     found = examine(folder, repair)
-    console.print(f"{folder}: {found.kind}", markup=False, highlight=False, soft_wrap=True)
-    for line in found.contents:
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    say("\n  ".join([f"{folder}: {found.kind}", *found.contents]))
     left = 0
     for finding in found.findings:
         mended = repair and finding.remedy is not None
         left += not mended
-        done = (
-            finding.remedy if mended else f"--repair: {finding.remedy}" if finding.remedy else "cannot be mended here"
-        )
-        style = "green" if mended else "red"
-        console.print(f"{finding.problem}: {done}", style=style, markup=False, highlight=False, soft_wrap=True)
+        todo = f"--repair: {finding.remedy}" if finding.remedy else "cannot be mended here"
+        say(f"{finding.problem}: {finding.remedy if mended else todo}", "green" if mended else "red")
     if not found.findings:
-        console.print("everything is whole", style="green")
+        say("everything is whole", "green")
     if left:
         raise typer.Exit(1)

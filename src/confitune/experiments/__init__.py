@@ -2,20 +2,13 @@
 
 from confitune.experiments.doctor import examine
 from confitune.experiments.job import run_folder
-from confitune.experiments.methods import (
-    method_options,
-    method_page,
-    methods_table,
-    report_method,
-    report_methods,
-)
+from confitune.experiments.methods import method_options, method_page, methods_table
 from confitune.experiments.models import matching_models, report_model
 from confitune.experiments.place import Place, open_place
 from confitune.experiments.recipe import Recipe, make_recipe, merge_settings, read_recipe
 from confitune.experiments.report import write_report
 from confitune.experiments.reproduce import Scope, read_scope, reproduce
 from confitune.experiments.runner import run_recipe
-from confitune.experiments.search import Point, plan_search, winner
 from confitune.experiments.summary import (
     collect_results,
     comparison_page,
@@ -23,7 +16,8 @@ from confitune.experiments.summary import (
     summary_table,
     write_summary,
 )
-from confitune.experiments.tune import edge_note, run_search, search_table
+from confitune.experiments.tables import terminal_table
+from confitune.experiments.tune import Point, edge_note, plan_search, run_search, search_table, winner
 
 __all__ = [
     "Place",
@@ -45,8 +39,6 @@ __all__ = [
     "plan_search",
     "read_recipe",
     "read_scope",
-    "report_method",
-    "report_methods",
     "report_model",
     "reproduce",
     "run_folder",
@@ -54,6 +46,7 @@ __all__ = [
     "run_search",
     "search_table",
     "summary_table",
+    "terminal_table",
     "winner",
     "write_report",
     "write_summary",

@@ -135,15 +135,12 @@ def _run_problems(run: Path) -> Iterator[tuple[Finding, Path, Path | None]]:
         except ConfituneError as error:
             aside = result.with_name(f"{RESULT}.damaged")
             again = "the same command with --resume makes it again"
-            yield Finding(_first_line(error), f"put aside as {aside.name}; {again}"), result, aside
+            yield Finding(str(error).splitlines()[0], f"put aside as {aside.name}; {again}"), result, aside
     if whole.get(newest) is False and whole.get(before):
         yield Finding(f"{newest} is damaged", f"replaced by {BEFORE}, which is whole"), before, newest
     elif whole.get(newest) is False:
-        yield (
-            Finding(f"{newest} is damaged, and none before it is whole", "deleted: the run starts anew"),
-            newest,
-            None,
-        )
+        anew = Finding(f"{newest} is damaged, and none before it is whole", "deleted: the run starts anew")
+        yield anew, newest, None
     if whole.get(before) is False:
         yield Finding(f"{before} is damaged", "deleted"), before, None
     for partial in sorted(run.glob("*.partial")):
@@ -171,7 +168,3 @@ def _examine_store(folder: Path, repair: bool) -> Examination:
         if repair:
             path.unlink()
     return found
-
-
-def _first_line(error: ConfituneError) -> str:
-    return str(error).splitlines()[0]

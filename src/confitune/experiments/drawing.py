@@ -6,10 +6,9 @@ Okabe and Ito, which stay apart for colour-blind readers.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -54,16 +53,20 @@ def task_ticks(tasks: int) -> list[int]:
     return list(range(1, tasks + 1)) if tasks <= LARGEST_NUMBERED_MATRIX else [1, *range(5, tasks + 1, 5)]
 
 
-def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
+def line_look(index: int) -> tuple[str, str]:
+    """Style and colour of the line of this number."""
+    return LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)], COLOURS[index % len(COLOURS)]
+
+
+def write_png(figure: Figure, out: IO[bytes]) -> None:
+    """The same data give the same bytes: matplotlib's version stays out of the metadata."""
+    figure.savefig(out, format="png", dpi=PIXELS_PER_INCH, facecolor="white", metadata={"Software": None})
+
+
+def save_figure(figure: Figure, path: Path) -> None:
     """Write as a PNG, whole or not at all."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Without matplotlib's version in the metadata, the same data gives the same bytes.
-    metadata = {"Software": None}
-    write_whole(
-        target,
-        lambda out: figure.savefig(out, format="png", dpi=PIXELS_PER_INCH, facecolor="white", metadata=metadata),
-    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lambda out: write_png(figure, out))
 
 
 def draw_panels(
@@ -85,20 +88,19 @@ def draw_panels(
     """
     figure = Figure(figsize=(max(4.6 * len(panels), 5.2), 3.9), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11, fontweight="bold")
-    for axes, (heading, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        _panel(axes, lines, heading, x, y[heading], scale)
+    for axes, (name, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        _panel(axes, lines, name, x, y[name], scale)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if len(labels) > 1:
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     save_figure(figure, path)
 
 
-def _panel(axes: Axes, lines: Lines, heading: str, x: str, y: str, scale: str) -> None:
+def _panel(axes: Axes, lines: Lines, title: str, x: str, y: str, scale: str) -> None:
     for place, (name, (across, up)) in enumerate(lines.items()):
-        style, marker = LINE_STYLES[place // len(COLOURS) % len(LINE_STYLES)], MARKERS[place % len(MARKERS)]
-        colour = COLOURS[place % len(COLOURS)]
+        (style, colour), marker = line_look(place), MARKERS[place % len(MARKERS)]
         axes.plot(across, up, style, color=colour, label=name, linewidth=1.4, marker=marker, markersize=4)
-    axes.set_title(heading, loc="left", color=INK, fontsize=9)
+    axes.set_title(title, loc="left", color=INK, fontsize=9)
     axes.set_xlabel(x, color=MUTED, fontsize=8)
     axes.set_ylabel(y, color=MUTED, fontsize=8)
     axes.tick_params(labelsize=8, color=GRID, labelcolor=MUTED)
@@ -127,41 +129,20 @@ def search_figure(
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in points)
     places = {value: float(value) if numbers else float(place) for place, value in enumerate(points)}
     measured = {value: seeds for value, seeds in points.items() if seeds[0]}
-    failed = [value for value in points if value not in measured]
     for index, (axes, name) in enumerate(zip(panels, ("accuracy (%)", "forgetting (%)"), strict=True)):
         plain_axes(axes, 1, levels=5)
         mean, half_width = np.array([mean_and_interval(seeds[index])[:2] for seeds in measured.values()]).T
         x = [places[value] for value in measured]
-        line = "-" if numbers else ""  # words have no order
-        axes.errorbar(x, mean, np.nan_to_num(half_width), color=COLOURS[index], fmt=f"o{line}", linewidth=2, capsize=3)
+        line = "o-" if numbers else "o"  # words have no order
+        axes.errorbar(x, mean, np.nan_to_num(half_width), color=COLOURS[index], fmt=line, linewidth=2, capsize=3)
         axes.axvline(places[best], color=MUTED, linestyle=":", linewidth=1.2, zorder=1)
-        for value in failed:
-            axes.plot(places[value], 0.04, "x", color=MUTED, transform=axes.get_xaxis_transform())
         axes.set_ylabel(name, color=INK, fontsize=9)
-    if numbers:
-        _scale_of_values(panels[-1], list(places.values()))
+    positive = [value for value in places.values() if value > 0]
+    if numbers and positive and max(positive) > 30 * min(positive):
+        panels[-1].set_xscale("symlog", linthresh=min(positive))  # logarithmic, with room for 0
     labels = [f"{value:g}" if numbers else str(value) for value in points]
+    labels = [text if value in measured else f"{text}\nfailed" for text, value in zip(labels, points, strict=True)]
     panels[-1].set_xticks(list(places.values()), labels=labels)
     panels[-1].minorticks_off()
-    panels[-1].set_xlabel(option, color=INK, fontsize=9)
-    _mark(panels[0], places[best], 1.02, "best")
-    for value in failed:
-        _mark(panels[0], places[value], 0.08, "failed")
+    panels[-1].set_xlabel(f"{option} (dotted: best)", color=INK, fontsize=9)
     return figure
-
-
-def _mark(axes: Axes, x: float, height: float, text: str) -> None:
-    """A word above a value, at a share of the axes' height."""
-    where = axes.get_xaxis_transform()
-    axes.text(x, height, text, transform=where, color=MUTED, fontsize=8, ha="center", va="bottom")
-
-
-def _scale_of_values(axes: Axes, values: Sequence[float]) -> None:
-    """Logarithmic where the values span more than 30 times, with room for 0 where it is one of them."""
-    positive = [value for value in values if value > 0]
-    if not positive or max(positive) <= 30 * min(positive) or min(values) < 0:
-        return
-    if len(positive) == len(values):
-        axes.set_xscale("log")
-    else:
-        axes.set_xscale("symlog", linthresh=min(positive))

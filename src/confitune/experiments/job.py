@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -94,19 +95,7 @@ class Job:
 
 
 class TrainingError(ConfituneError):
-    """A run whose numbers became infinite.
-
-    Attributes:
-        config: the run's identity.
-    """
-
-    def __init__(self, message: str, config: dict[str, Any]) -> None:
-        super().__init__(message)
-        self.config = config
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Errors are sent from machine to machine, by default without what else they were made with."""
-        return type(self), (str(self), self.config)
+    """A run whose numbers became infinite."""
 
 
 def run_folder(out: Path, dataset: str, method: str, seed: int) -> Path:
@@ -126,14 +115,10 @@ def file_name(name: str) -> str:
 
 def groups_of(jobs: Sequence[Job], size: int) -> list[list[Job]]:
     """Runs of one method of one recipe, at most so many together: what one process does side by side."""
-    groups: list[list[Job]] = []
-    for job in jobs:
-        first = groups[-1][0] if groups else None
-        alike = first is not None and (first.method, first.out, first.recipe) == (job.method, job.out, job.recipe)
-        if alike and len(groups[-1]) < size:
-            groups[-1].append(job)
-        else:
-            groups.append([job])
+    groups = []
+    for _, alike in groupby(jobs, lambda job: (job.method, job.out, job.recipe)):
+        same = list(alike)
+        groups += [same[start : start + size] for start in range(0, len(same), size)]
     return groups
 
 
@@ -166,10 +151,6 @@ class Loaded:
             sequence.require_joinable()  # now, not after the methods that do without have been trained
         _require_taken(backbone, sequence)
         return cls(backbone, place(sequence, device, recipe.pixels))
-
-    def network(self, job: Job) -> ContinualNet:
-        """A fresh network for a run."""
-        return job.recipe.method(job.method).network(copy.deepcopy(self.backbone.module))
 
 
 @torch.no_grad()
@@ -219,12 +200,13 @@ def _one(job: Job, loaded: Loaded, show: Show, busy: Busy, turn: Listener) -> Ru
 
 def _trained(job: Job, loaded: Loaded, progress: Listener, turn: Listener) -> RunResult:
     folder, settings = job.folder, job.recipe.train_settings(job.seed, job.method)
-    net = loaded.network(job)
+    method = job.recipe.method(job.method)
+    net = method.network(copy.deepcopy(loaded.backbone.module))
     watching = job.watch(net, loaded.sequence, settings, folder) if job.watch else ()
     run = SequenceRun(
         net,
         loaded.sequence,
-        job.recipe.method(job.method),
+        method,
         settings,
         folder=folder,
         config=job.config,
@@ -237,4 +219,4 @@ def _trained(job: Job, loaded: Loaded, progress: Listener, turn: Listener) -> Ru
     try:
         return run.run()
     except DivergedError as error:
-        raise TrainingError(str(error), job.config) from error
+        raise TrainingError(str(error)) from error

@@ -6,19 +6,19 @@ All that experiments know of a method besides training with it is asked for here
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from confitune.analysis import kept_once
+from confitune.analysis import measure_storage
 from confitune.errors import ConfituneError
 from confitune.experiments.paper import Searched, searched
+from confitune.experiments.tables import terminal_table
 from confitune.methods import METHODS, Method, create_method, method_classes
 from confitune.nn import ContinualNet, without_memory
 
@@ -83,7 +83,6 @@ class MethodReport:
         shares: what all tasks use together.
         numbers_per_task: kept for each task.
         numbers_once: kept once, however many tasks there are.
-        once_per_weight: the same as a multiple of the shared weights.
         in_addition: what runs besides plain fine-tuning.
     """
 
@@ -92,20 +91,8 @@ class MethodReport:
     shares: str
     numbers_per_task: int
     numbers_once: int
-    once_per_weight: int
     in_addition: str
     reference: str
-    options: tuple[OptionReport, ...]
-    examples: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """For `json.dumps`, with the network that the numbers are of."""
-        return {**asdict(self), "network": NETWORK}
-
-
-def report_methods() -> list[MethodReport]:
-    """Of every method that comes along."""
-    return [report_method(name) for name in METHODS]
 
 
 def report_method(name: str) -> MethodReport:
@@ -115,24 +102,23 @@ def report_method(name: str) -> MethodReport:
     """
     method = create_method(name)
     net = method.network(without_memory(NETWORK))
-    for hook in method.hooks:
-        hook.attach(net, 0)
-    shared = sum(parameter.numel() for parameter in net.shared_parameters().values())
-    once = kept_once(net, method)
-    own = sum(parameter.numel() for parameter in net.backbone.parameters()) if method.separate else 0
+    storage = measure_storage(method, net)
     kinds = [kind for kind in METHODS.values() if kind in method_classes(name)] or method_classes(name)
     return MethodReport(
         name=name,
         summary="; ".join(kind.summary for kind in kinds),
         shares="nothing" if method.separate else _shares(method, net),
-        numbers_per_task=net.numbers_per_task + own,
-        numbers_once=once,
-        once_per_weight=once // shared,
+        numbers_per_task=storage.per_task,
+        numbers_once=storage.once,
         in_addition="; ".join(kind.cost for kind in kinds),
         reference="; ".join(kind.reference for kind in kinds if kind.reference),
-        options=tuple(method_options(name)),
-        examples=_examples(name),
     )
+
+
+def _shares(method: Method, net: ContinualNet) -> str:
+    what = "convolutions" if net.numbers_per_task else "the backbone"
+    trained = any("weights" in stage.trains for task in (0, 1) for stage in method.stages(10, task))
+    return what if trained else f"{what}, frozen"
 
 
 def method_options(*names: str) -> list[OptionReport]:
@@ -164,73 +150,40 @@ def value_text(value: Value) -> str:
     return f"{value:.12g}" if isinstance(value, int | float) else str(value)
 
 
-def methods_table(reports: Sequence[MethodReport]) -> Table:
-    """Methods as rows."""
-    table = Table(
+def methods_table(*names: str) -> Table:
+    """Methods as rows; without names, all that come along."""
+    rows = []
+    for report in map(report_method, names or METHODS):
+        does = f"{report.summary}\n{report.reference}".strip()
+        numbers = (f"{report.numbers_per_task:,}", f"{report.numbers_once:,}")
+        rows.append([report.name, does, report.shares, *numbers, report.in_addition])
+    return terminal_table(
+        ["method", "what it does", "tasks share", "a task", "once", "in addition"],
+        rows,
         caption=f"a task, once: numbers kept, {NETWORK}, without heads. in addition: what runs besides plain "
         "fine-tuning. Methods can be combined by '+', e.g. ewc+confit. More of one: confitune methods NAME",
-        caption_justify="left",
     )
-    table.add_column("method", no_wrap=True)
-    table.add_column("what it does", ratio=3)
-    table.add_column("tasks share", max_width=13)
-    table.add_column("a task", justify="right")
-    table.add_column("once", justify="right")
-    table.add_column("in addition", ratio=3)
-    for report in reports:
-        does = escape(report.summary) + (f"\n[dim]{escape(report.reference)}[/dim]" if report.reference else "")
-        numbers = (f"{report.numbers_per_task:,}", _once(report))
-        table.add_row(report.name, does, report.shares, *numbers, report.in_addition)
-    return table
 
 
-def method_page(report: MethodReport) -> Group:
+def method_page(name: str) -> Group:
     """All of one method: what it takes, its options, and how it is called."""
-    lines = [Text(report.name, style="bold") + Text(f": {report.summary}", style="not bold")]
-    kinds = method_classes(report.name)
-    settings = [name for name in XCONV if any(name in kind.Options.model_fields for kind in kinds)]
-    facts = {
-        "reference": report.reference,
-        "tasks share": report.shares,
-        "numbers a task": f"{report.numbers_per_task:,} ({NETWORK}, without its head)",
-        "numbers once": _once(report).replace("\n", ", "),
-        "in addition": report.in_addition,
-        "settings of the network that matter to it": ", ".join(settings),
-    }
-    lines += [Text(f"  {name}: {fact}") for name, fact in facts.items() if fact]
-    examples = [Text(f"  {example}", style="cyan") for example in report.examples]
-    options = [_options_table(report.options)] if report.options else [Text("  It has no options.")]
-    return Group(*lines, *options, *examples)
+    options, run = method_options(name), f"confitune run --method {name}"
+    below: list[Table | Text] = []
+    if options:
+        below = [_options_table(options)]
+        run += f" --set {options[0].name}={value_text(options[0].default)}"
+    kinds = method_classes(name)
+    if settings := [field for field in XCONV if any(field in kind.Options.model_fields for kind in kinds)]:
+        below.append(Text(f"settings of the network that matter to it: {', '.join(settings)}"))
+    examples = [run, f"confitune tune {name}"] if paper_search(name) else [run]
+    return Group(methods_table(name), *below, *(Text(example, style="cyan") for example in examples))
 
 
 def _options_table(options: Sequence[OptionReport]) -> Table:
     datasets = list(dict.fromkeys(dataset for option in options for dataset in option.paper))
-    table = Table(caption="datasets: the paper's values, used there by default" if datasets else None)
-    table.caption_justify = "left"
-    table.add_column("option", no_wrap=True)
-    for column in ("default", *datasets):
-        table.add_column(column, justify="right")
-    table.add_column("what it is")
+    rows = []
     for option in options:
         known = [value_text(option.paper[name]) if name in option.paper else "" for name in datasets]
-        table.add_row(option.name, value_text(option.default), *known, escape(option.description))
-    return table
-
-
-def _shares(method: Method, net: ContinualNet) -> str:
-    what = "convolutions" if net.numbers_per_task else "the backbone"
-    trained = any("weights" in stage.trains for task in (0, 1) for stage in method.stages(10, task))
-    return what if trained else f"{what}, frozen"
-
-
-def _examples(name: str) -> tuple[str, ...]:
-    run, options = f"confitune run --method {name}", method_options(name)
-    if not options:
-        return (run,)
-    with_option = f"{run} --set {options[0].name}={value_text(options[0].default)}"
-    return (with_option, f"confitune tune {name}") if paper_search(name) else (with_option,)
-
-
-def _once(report: MethodReport) -> str:
-    per_weight = f"\n{report.once_per_weight} per shared weight" if report.once_per_weight else ""
-    return f"{report.numbers_once:,}{per_weight}"
+        rows.append([option.name, value_text(option.default), *known, option.description])
+    caption = "datasets: the paper's values, used there by default" if datasets else ""
+    return terminal_table(["option", "default", *datasets, "what it is"], rows, caption=caption)

@@ -32,8 +32,7 @@ class Reported:
 
 @cache
 def _data() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(files("confitune.experiments").joinpath("paper.json").read_text())
-    return found
+    return dict(json.loads(files("confitune.experiments").joinpath("paper.json").read_text()))
 
 
 @cache
@@ -53,14 +52,12 @@ def reported(table: str) -> dict[str, dict[str, Reported]]:
 
 def reported_datasets() -> dict[str, dict[str, int]]:
     """Appendix, table 1: tasks, classes a task, training and test images."""
-    found: dict[str, dict[str, int]] = _data()["datasets"]
-    return found
+    return dict(_data()["datasets"])
 
 
 def reported_storage() -> dict[str, int]:
     """Numbers that a task adds (confit, ccll), or that are kept once (regularisation), as the text rounds them."""
-    found: dict[str, int] = _data()["storage_numbers"]
-    return found
+    return dict(_data()["storage_numbers"])
 
 
 def chosen_options(dataset: str) -> dict[str, dict[str, Any]]:
@@ -87,5 +84,4 @@ def trained_with(method: str) -> dict[str, Any]:
     >>> trained_with("ewc"), trained_with("confit")
     ({'clip_norm': 100.0}, {})
     """
-    found: dict[str, Any] = _data()["trained_with"].get(method, {})
-    return found
+    return dict(_data()["trained_with"].get(method, {}))

@@ -6,7 +6,7 @@ A place is a `Place`; one that is to be chosen with --on is opened by `open_plac
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from typing import Protocol
 
 from rich.console import Console
@@ -67,14 +67,13 @@ class LocalPlace:
             loaded = Loaded.of(jobs[0], bar)
         for group in groups_of(jobs, self.at_once):
             try:
-                yield from zip(group, self._side_by_side(group, loaded), strict=True)
+                yield from zip(group, self._done(group, loaded), strict=True)
             except TrainingError as error:
                 yield from ((job, error) for job in group)
 
-    def _side_by_side(self, group: Sequence[Job], loaded: Loaded) -> list[RunResult]:
-        with ExitStack() as stack:
-            several = len(group) > 1 and self.console.is_terminal
-            board = stack.enter_context(progress_board(self.console)) if several else None
+    def _done(self, group: Sequence[Job], loaded: Loaded) -> list[RunResult]:
+        several = len(group) > 1 and self.console.is_terminal
+        with progress_board(self.console) if several else nullcontext() as board:
             return side_by_side(
                 group, loaded, lambda job: closing(LiveProgress(self.console, job.label, board)), _refuse
             )
@@ -102,7 +101,6 @@ def open_place(
         gpus_per_run: a process's share of GPUs on a cluster, e.g. 0.25; default: 1 where there are GPUs.
         cpus_per_run: its CPUs.
     """
-    console = console or Console(quiet=True)
     if on == "local":
         if gpus_per_run is not None or cpus_per_run is not None:
             raise ConfituneError("--gpus-per-run and --cpus-per-run are a run's share of a cluster: add --on ray")
@@ -110,5 +108,5 @@ def open_place(
         return
     from confitune.experiments.cluster import ray_place
 
-    with ray_place(on, console, parallel_seeds, gpus_per_run, cpus_per_run) as place:
+    with ray_place(on, console or Console(quiet=True), parallel_seeds, gpus_per_run, cpus_per_run) as place:
         yield place

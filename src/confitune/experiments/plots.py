@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from numpy.typing import NDArray
@@ -21,9 +21,9 @@ from confitune.experiments.drawing import (
     GRID,
     INK,
     LARGEST_NUMBERED_MATRIX,
-    LINE_STYLES,
     MUTED,
     heading,
+    line_look,
     plain_axes,
     task_ticks,
 )
@@ -43,7 +43,7 @@ def accuracy_matrix_figure(matrices: Mapping[str, Array], *, title: str) -> Figu
         matrices: method -> T x T, percent; NaN stays blank. Up to 12 tasks the cells carry their numbers.
         title: heading of the picture.
     """
-    tasks = _common_tasks(matrices, "tasks x tasks")
+    tasks = max(map(len, matrices.values()))
     rows = math.ceil(len(matrices) / PANELS_PER_ROW)
     columns = math.ceil(len(matrices) / rows)
     side = min(max(0.4 * tasks, 2.2), 4.6)
@@ -89,20 +89,20 @@ def overview_figure(runs: Mapping[str, Array], *, title: str) -> Figure:
         runs: method -> seeds x T x T accuracy matrices, percent; the right side shows their mean over seeds.
         title: heading of the picture.
     """
-    _common_tasks(runs, "seeds x tasks x tasks")
     height = max(3.8, 1.1 + 0.85 * len(runs))
     figure = Figure(figsize=(9.0, height), layout="constrained")
     heading(figure, title)
     left, right = figure.subfigures(1, 2, width_ratios=(1, 1.05), wspace=0.04, squeeze=False)[0]
 
-    _subheading(left, "Average accuracy on the tasks learned so far (%)")
+    subheading: dict[str, Any] = {"x": 0.02, "ha": "left", "color": INK, "fontsize": 9}
+    left.suptitle("Average accuracy on the tasks learned so far (%)", **subheading)
     curves = {method: np.stack([average_accuracy_curve(run) for run in seeds]) for method, seeds in runs.items()}
     _curves(left.subplots(), curves, height=height - 1.3)
 
-    _subheading(right, "Accuracy of each task (%):  \u25cb when learned   \u25cf at the end")
+    right.suptitle("Accuracy of each task (%):  \u25cb when learned   \u25cf at the end", **subheading)
     rows = right.subplots(len(runs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-    for row, (method, seeds), colour in zip(rows, runs.items(), _cycle(COLOURS, len(runs)), strict=True):
-        _learned_and_left(row, method, seeds, colour)
+    for index, (method, seeds) in enumerate(runs.items()):
+        _learned_and_left(rows[index], method, seeds, COLOURS[index % len(COLOURS)])
     learned_and_left = np.concatenate([_diagonal_and_last(seeds).ravel() for seeds in runs.values()])
     rows[-1].set_ylim(_axis_floor(learned_and_left, step=10), 100)
     rows[-1].set_xlabel("task", color=INK, fontsize=9)
@@ -132,23 +132,18 @@ def _heatmap(axes: Axes, method: str, matrix: Array, lowest: float) -> AxesImage
 
 
 def _curves(axes: Axes, curves: Mapping[str, Array], height: float) -> None:
-    tasks = _common_tasks(curves, "seeds x tasks")
+    tasks = max(seeds.shape[1] for seeds in curves.values())
     everything = np.concatenate([np.ravel(seeds) for seeds in curves.values()])
     # The limits follow the seeds, not the bands: with two seeds a 95% band spans far more than the data.
     lowest = _axis_floor(everything - 1, step=5)
     axes.set_ylim(lowest, 100)
-    after = np.arange(1, tasks + 1)
     plain_axes(axes, tasks, levels=5)
     ends: dict[str, float] = {}
-    colours = _cycle(COLOURS, len(curves))
     for index, (method, seeds) in enumerate(curves.items()):
         mean, half = np.array([mean_and_interval(column)[:2] for column in np.transpose(seeds)]).T
-        style, colour = LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)], colours[index]
-        dots: dict[str, Any] = {
-            "marker": "o",
-            "markersize": 4.5 if tasks <= LARGEST_NUMBERED_MATRIX else 3,
-            "markeredgewidth": 0,
-        }
+        style, colour = line_look(index)
+        dots: dict[str, Any] = {"marker": "o", "markersize": 4.5 if tasks <= 12 else 3, "markeredgewidth": 0}
+        after = np.arange(1, len(mean) + 1)
         axes.plot(after, mean, style, color=colour, linewidth=2, clip_on=False, zorder=3, label=method, **dots)
         if len(seeds) > 1:
             axes.fill_between(after, mean - half, mean + half, color=colour, alpha=0.12, linewidth=0, zorder=2)
@@ -162,7 +157,7 @@ def _label_ends(axes: Axes, ends: Mapping[str, float], tasks: int, gap: float) -
     names = sorted(ends, key=lambda name: -ends[name])
     positions = _spread([ends[name] for name in names], gap, highest=100)
     offset = max(0.03 * (tasks - 1), 0.03)
-    colours = dict(zip(ends, _cycle(COLOURS, len(ends)), strict=True))
+    colours = {name: line_look(index)[1] for index, name in enumerate(ends)}
     for name, position in zip(names, positions, strict=True):
         text, there = f"{name}  {_number(ends[name])}", (tasks + 2 * offset, position)
         look: dict[str, Any] = {"color": colours[name], "fontsize": 8.5, "fontweight": "bold", "va": "center"}
@@ -192,27 +187,6 @@ def _diagonal_and_last(seeds: Array) -> Array:
     return np.stack([mean.diagonal(), mean[:, -1]])
 
 
-def _subheading(figure: SubFigure, text: str) -> None:
-    figure.suptitle(text, x=0.02, ha="left", color=INK, fontsize=9)
-
-
-def _common_tasks(data: Mapping[str, Array], expected: str) -> int:
-    """The number of tasks that all methods share; refuses what cannot be drawn side by side."""
-    if not data:
-        raise ValueError("nothing to draw: no method given")
-    axes = expected.split(" x ")
-    counts: dict[str, int] = {}
-    for method, values in data.items():
-        shape = np.shape(values)
-        sizes = {size for size, axis in zip(shape, axes, strict=False) if axis == "tasks"}
-        if len(shape) != len(axes) or len(sizes) != 1 or not np.isfinite(values).any():
-            raise ValueError(f"{method!r}: expected numbers of shape {expected}, got shape {shape}")
-        counts[method] = sizes.pop()
-    if len(set(counts.values())) > 1:
-        raise ValueError(f"the methods differ in their number of tasks: {counts}")
-    return next(iter(counts.values()))
-
-
 def _spread(positions: Sequence[float], gap: float, highest: float) -> list[float]:
     """Move falling positions down until each is at least `gap` below the one before it.
 
@@ -230,10 +204,6 @@ def _readable_on(colour: Array) -> str:
     rgb = colour[:3]
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     return "white" if linear @ (0.2126, 0.7152, 0.0722) < 0.21 else INK
-
-
-def _cycle(values: Sequence[str], length: int) -> list[str]:
-    return [values[index % len(values)] for index in range(length)]
 
 
 def _axis_floor(values: Array, step: int) -> float:

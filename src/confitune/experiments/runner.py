@@ -109,8 +109,8 @@ def _in_one(failures: Sequence[tuple[Job, ConfituneError]]) -> ConfituneError:
     if not more:
         return first[1]
     message = "\n".join(f"{job.label}: {error}" for job, error in (first, *more))
-    kinds = [error for _, error in (first, *more) if isinstance(error, TrainingError)]
-    return TrainingError(message, kinds[0].config) if len(kinds) == len(errors) else ConfituneError(message)
+    diverged = all(isinstance(error, TrainingError) for _, error in errors.values())
+    return TrainingError(message) if diverged else ConfituneError(message)
 
 
 def refuse_existing(folders: Iterable[Path]) -> None:

@@ -6,13 +6,12 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.markup import escape
+from matplotlib.figure import Figure
 from rich.table import Table
 
 from confitune.engine import RunResult
@@ -21,13 +20,35 @@ from confitune.experiments.drawing import save_figure
 from confitune.experiments.identity import filled
 from confitune.experiments.job import RESULT, file_name
 from confitune.experiments.plots import accuracy_matrix_figure, curves_figure, overview_figure
+from confitune.experiments.tables import markdown_table, terminal_table
 from confitune.files import write_whole
 from confitune.metrics import average_accuracy_curve, mean_and_interval
 
+Runs = Mapping[str, Sequence[RunResult]]  # by method, all seeds
+
+# What a table can say of runs that differ only in their seed.
+COLUMNS: Mapping[str, Callable[[Sequence[RunResult]], str]] = {
+    "ACC ↑": lambda runs: shown([run.acc for run in runs]),
+    "FGT ↓": lambda runs: shown([run.fgt for run in runs]),
+    "when learned": lambda runs: shown([run.learning_acc for run in runs]),
+    "BWT ↑": lambda runs: shown([run.bwt for run in runs]),
+    "numbers a task": lambda runs: f"{max(_numbers_per_task(runs)):,}",
+    "seconds": lambda runs: f"{np.mean([run.seconds for run in runs]):.0f}",
+    "seeds": lambda runs: str(len(runs)),
+}
+USUAL = ("ACC ↑", "FGT ↓", "when learned", "numbers a task")
 _METRICS = ("acc", "fgt", "learning_acc", "bwt")
-_COLUMNS = ("acc", "fgt", "learning_acc")
-_HEAD = ("method", "ACC ↑", "FGT ↓", "when learned")
 _NOT_COMPARED = ("seed", "weights_sha256", "dataset")
+
+
+def best_first(methods: Runs) -> dict[str, Sequence[RunResult]]:
+    """By mean accuracy."""
+    return dict(sorted(methods.items(), key=lambda item: -np.mean([run.acc for run in item[1]])))
+
+
+def result_rows(methods: Runs, columns: Iterable[str]) -> list[list[str]]:
+    """A row for each method, with what these columns say of its runs."""
+    return [[name, *(COLUMNS[column](runs) for column in columns)] for name, runs in methods.items()]
 
 
 def collect_results(out: Path) -> dict[str, dict[str, list[RunResult]]]:
@@ -43,12 +64,15 @@ def collect_results(out: Path) -> dict[str, dict[str, list[RunResult]]]:
 
 def write_summary(out: Path) -> dict[str, Any]:
     """Write `summary.json` and its Markdown twin over everything below `out`, and return it."""
-    summary = {
-        dataset: {method: summarised(results) for method, results in methods.items()}
-        for dataset, methods in collect_results(out).items()
-    }
+    found = collect_results(out)
+    summary = {dataset: {m: summarised(runs) for m, runs in methods.items()} for dataset, methods in found.items()}
+    pages = [
+        f"**{dataset}**, {details(methods)}\n\n"
+        f"{markdown_table(['method', *USUAL], result_rows(best_first(methods), USUAL))}\n"
+        for dataset, methods in found.items()
+    ]
     write_whole(out / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
-    write_whole(out / "summary.md", lambda file: file.write(summary_markdown(summary).encode()))
+    write_whole(out / "summary.md", lambda file: file.write("\n".join(pages).encode()))
     return summary
 
 
@@ -57,25 +81,28 @@ def draw_pictures(out: Path, methods: tuple[str, ...] | None = None) -> list[Pat
     drawn = []
     for dataset, found in collect_results(out).items():
         chosen = {name: found[name] for name in map(file_name, methods or found) if name in found}
-        measured = {
-            label: np.stack([result.matrix for result in results])
-            for label, results in zip(_labels(chosen), chosen.values(), strict=True)
-        }
-        sequential = {name: stack for name, stack in measured.items() if not np.isnan(stack[:, 0, 0]).any()}
-        if not sequential:
-            continue
-        first = next(iter(chosen.values()))[0]
-        title = f"{dataset}, {filled(first.config)['model']}"
-        curves = {k: np.stack([average_accuracy_curve(matrix) for matrix in v]) for k, v in sequential.items()}
-        figures = {
-            "accuracy_matrix.png": accuracy_matrix_figure({k: v.mean(0) for k, v in sequential.items()}, title=title),
-            "curves.png": curves_figure(curves, title=title),
-            "overview.png": overview_figure(sequential, title=title),
-        }
-        for name, figure in figures.items():
+        for name, figure in figures_of(dataset, chosen).items():
             save_figure(figure, out / dataset / name)
             drawn.append(out / dataset / name)
     return drawn
+
+
+def figures_of(dataset: str, found: Runs) -> dict[str, Figure]:
+    """Pictures by the names of their files; none where no method learned task after task."""
+    measured = {
+        label: np.stack([result.matrix for result in results])
+        for label, results in zip(_labels(found), found.values(), strict=True)
+    }
+    sequential = {name: stack for name, stack in measured.items() if not np.isnan(stack[:, 0, 0]).any()}
+    if not sequential:
+        return {}
+    title = f"{dataset}, {filled(next(iter(found.values()))[0].config)['model']}"
+    curves = {k: np.stack([average_accuracy_curve(matrix) for matrix in v]) for k, v in sequential.items()}
+    return {
+        "accuracy_matrix.png": accuracy_matrix_figure({k: v.mean(0) for k, v in sequential.items()}, title=title),
+        "curves.png": curves_figure(curves, title=title),
+        "overview.png": overview_figure(sequential, title=title),
+    }
 
 
 def _labels(found: Mapping[str, Sequence[RunResult]]) -> list[str]:
@@ -84,39 +111,27 @@ def _labels(found: Mapping[str, Sequence[RunResult]]) -> list[str]:
     return [name if short.count(label) > 1 else label for name, label in zip(found, short, strict=True)]
 
 
-def summary_table(results: list[RunResult]) -> Table:
-    """Methods as rows, mean and 95% interval over seeds."""
-    by_method: dict[str, list[RunResult]] = defaultdict(list)
+def summary_table(results: Sequence[RunResult]) -> Table:
+    """Methods as rows, best first, mean and 95% interval over seeds."""
+    methods: dict[str, list[RunResult]] = defaultdict(list)
     for result in results:
-        by_method[result.method].append(result)
-    first = results[0]
-    seeds = max(map(len, by_method.values()))
-    table = Table(
-        title=escape(
-            f"{first.dataset}: {len(first.accuracy_matrix)} tasks, {filled(first.config)['model']}, {seeds} seed(s)"
-        ),
+        methods[result.method].append(result)
+    first, seeds = results[0], max(map(len, methods.values()))
+    about = f"{len(first.accuracy_matrix)} tasks, {filled(first.config)['model']}, {seeds} seed(s)"
+    return terminal_table(
+        ["method", *USUAL, "seconds"],
+        result_rows(best_first(methods), [*USUAL, "seconds"]),
+        title=f"{first.dataset}: {about}",
         caption="ACC: accuracy over all tasks at the end. FGT: what earlier tasks lost since their best. In percent.",
-        title_justify="left",
-        caption_justify="left",
+        bold=0,
     )
-    table.add_column("method")
-    for column in (*_HEAD[1:], "numbers a task", "seconds"):
-        table.add_column(column, justify="right")
-    best = max(np.mean([r.acc for r in group]) for group in by_method.values())
-    for method, group in by_method.items():
-        style = "bold" if np.mean([r.acc for r in group]) == best else ""
-        numbers = max(task["norm_numbers"] + task["head_numbers"] for result in group for task in result.tasks)
-        seconds = float(np.mean([r.seconds for r in group]))
-        cells = _cells([getattr(r, name) for r in group] for name in _COLUMNS)
-        table.add_row(escape(method), *cells, f"{numbers:,}", f"{seconds:.0f}", style=style)
-    return table
 
 
 def shown(values: Sequence[float | None]) -> str:
-    """Mean and 95% interval, '-' where a value is not defined."""
+    """Mean and 95% interval, '-' where a value is not defined, nothing of nothing."""
     known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return "-"
+    if not known or len(known) < len(values):
+        return "-" if values else ""
     mean, half, n = mean_and_interval(known)
     return f"{mean:.1f}" + (f" ± {half:.1f}" if n > 1 else "")
 
@@ -132,13 +147,9 @@ def summarised(results: Sequence[RunResult]) -> dict[str, Any]:
         mean, half, _ = mean_and_interval(values)
         entry[name] = {"mean": mean, "ci95": None if math.isnan(half) else half, "values": values}
     same = results[0]
-    entry |= {
+    return entry | {
         "config": {key: value for key, value in filled(same.config).items() if key != "seed"},
-        # Some methods decide anew in each run what a task keeps.
-        "numbers_per_task": [
-            max(task["norm_numbers"] + task["head_numbers"] for task in tasks)
-            for tasks in zip(*(result.tasks for result in results), strict=True)
-        ],
+        "numbers_per_task": _numbers_per_task(results),
         "seconds": [result.seconds for result in results],
         "images_per_second": [result.images_per_second for result in results],
         "device": same.device,
@@ -147,118 +158,61 @@ def summarised(results: Sequence[RunResult]) -> dict[str, Any]:
         "versions": same.versions,
         "command": same.command,
     }
-    return entry
 
 
-def summary_markdown(summary: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """One table per dataset: methods as rows, mean ± 95% interval over seeds, best accuracy first.
-
-    Args:
-        summary: dataset -> method -> what `summarised` gave.
-    """
-    return "\n".join(_table(dataset, methods) for dataset, methods in summary.items())
-
-
-def _table(dataset: str, methods: dict[str, dict[str, Any]]) -> str:
-    best_first = sorted(methods.items(), key=lambda item: -item[1]["acc"]["mean"])
-    rows = [
-        [
-            method,
-            *_cells(entry[name] and entry[name]["values"] for name in _COLUMNS),
-            f"{max(entry['numbers_per_task']):,}",
-        ]
-        for method, entry in best_first
+def _numbers_per_task(results: Sequence[RunResult]) -> list[int]:
+    """The most of any run: some methods decide anew in each what a task keeps."""
+    return [
+        max(task["norm_numbers"] + task["head_numbers"] for task in tasks)
+        for tasks in zip(*(result.tasks for result in results), strict=True)
     ]
-    return f"**{dataset}**, {details(list(methods.values()))}\n\n{markdown_table([*_HEAD, 'numbers a task'], rows)}\n"
 
 
-def details(entries: Sequence[Mapping[str, Any]]) -> str:
+def details(methods: Runs) -> str:
     """What was run, in words: network, tasks, seeds, device and whatever is unusual about it."""
-    config, seeds = entries[0]["config"], len(entries[0]["seeds"])
-    words = [config["model"], f"{max(len(entry['numbers_per_task']) for entry in entries)} tasks"]
+    configs = [filled(runs[0].config) for runs in methods.values()]
+    config, seeds = configs[0], len(next(iter(methods.values())))
+    words = [config["model"], f"{max(len(runs[0].tasks) for runs in methods.values())} tasks"]
     if config["pipeline"] != "clean":
         words.append(f"{config['pipeline']} pipeline")
     if config["held_out"]:
         words.append(f"tested on {config['held_out']:.0%} of the training images")
-    configs = [entry["config"] for entry in entries]
     words += sorted({f"{c['means']} means, {c['statistics']} statistics" for c in configs if c["means"]})
-    devices = dict.fromkeys(entry["device"] for entry in entries)
+    devices = dict.fromkeys(runs[0].device for runs in methods.values())
     return ", ".join([*words, f"{seeds} seed{'s' if seeds > 1 else ''}", f"on {' and '.join(devices)}"])
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The runs of one configuration, all seeds."""
+def comparison_page(folders: Sequence[Path]) -> str:
+    """All runs below the folders: one table a dataset, best accuracy first, with the options that differ.
 
-    options: Mapping[str, str]
-    results: tuple[RunResult, ...]
-
-    @property
-    def acc(self) -> float:
-        """Their mean."""
-        return sum(result.acc for result in self.results) / len(self.results)
-
-
-def compare(folders: Sequence[Path]) -> dict[str, list[Setting]]:
-    """All runs below the folders: dataset and pipeline -> settings, best first; seeds of one setting are one."""
+    Seeds of one setting are one row.
+    """
     paths = sorted({path for folder in folders for path in folder.rglob(RESULT)})
     if not paths:
         where = ", ".join(map(str, folders))
         raise ConfituneError(f"no results below {where}: `confitune run --out FOLDER` writes some")
-    groups: dict[tuple[str, str], list[RunResult]] = {}
-    options: dict[tuple[str, str], dict[str, str]] = {}
+    found: dict[str, dict[str, list[RunResult]]] = defaultdict(lambda: defaultdict(list))
+    options: dict[str, dict[str, str]] = {}
     for result in map(RunResult.load, paths):
         config = filled(result.config)
         dataset = result.dataset + (f" ({config['pipeline']})" if config["pipeline"] != "clean" else "")
         flat = {"method": result.method, **_flat({n: v for n, v in config.items() if n not in _NOT_COMPARED})}
-        key = dataset, json.dumps(flat, sort_keys=True)
-        groups.setdefault(key, []).append(result)
-        options[key] = flat
-    settings: dict[str, list[Setting]] = {}
-    for key, results in groups.items():
-        settings.setdefault(key[0], []).append(Setting(options[key], tuple(results)))
-    return {dataset: sorted(found, key=lambda s: -s.acc) for dataset, found in settings.items()}
+        setting = json.dumps(flat, sort_keys=True)
+        found[dataset][setting].append(result)
+        options[setting] = flat
+    return "\n".join(f"**{dataset}**, {_compared(settings, options)}\n" for dataset, settings in found.items())
 
 
-def comparison_page(folders: Sequence[Path]) -> str:
-    """One table a dataset, best accuracy first, with what its settings have in common in words."""
-    parts = []
-    for dataset, settings in compare(folders).items():
-        first = settings[0].results[0]
-        devices = ", ".join(dict.fromkeys(r.device for setting in settings for r in setting.results))
-        about = f"{filled(first.config)['model']}, {len(first.accuracy_matrix)} tasks, on {devices}"
-        parts.append(f"**{dataset}**, {about}\n\n{comparison_table(settings)}\n")
-    return "\n".join(parts)
-
-
-def comparison_table(settings: Sequence[Setting]) -> str:
-    """One dataset's as Markdown; an option that is the same in all settings is not shown."""
-    names = dict.fromkeys(name for setting in settings for name in setting.options)
-    differing = [name for name in names if len({setting.options.get(name) for setting in settings}) > 1]
-    rows = []
-    for setting in settings:
-        numbers = max(task["norm_numbers"] for result in setting.results for task in result.tasks)
-        cells = _cells([getattr(r, name) for r in setting.results] for name in _COLUMNS)
-        rows.append(
-            [*(setting.options.get(n, "") for n in differing), *cells, f"{numbers:,}", str(len(setting.results))]
-        )
-    return markdown_table([*differing, *_HEAD[1:], "numbers a task", "seeds"], rows)
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> str:
-    """Markdown with these column titles; `numbers`: all columns but the first are.
-
-    >>> print(markdown_table(["method", "ACC"], [["confit", "94.0"]]))
-    | method | ACC |
-    |---|---|
-    | confit | 94.0 |
-    """
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "|---" + ("|---:" if numbers else "|---") * (len(head) - 1) + "|", *lines[1:]])
-
-
-def _cells(values: Iterable[Sequence[float | None] | None]) -> list[str]:
-    return ["-" if found is None else shown(found) for found in values]
+def _compared(settings: Runs, options: Mapping[str, Mapping[str, str]]) -> str:
+    """One dataset's; an option that is the same in all settings is not shown."""
+    names = dict.fromkeys(name for setting in settings for name in options[setting])
+    differing = [name for name in names if len({options[setting].get(name) for setting in settings}) > 1]
+    rows = result_rows(best_first(settings), [*USUAL, "seeds"])
+    shown_rows = [[*(options[setting].get(name, "") for name in differing), *cells] for setting, *cells in rows]
+    results = [run for runs in settings.values() for run in runs]
+    devices = ", ".join(dict.fromkeys(run.device for run in results))
+    about = f"{filled(results[0].config)['model']}, {len(results[0].accuracy_matrix)} tasks, on {devices}"
+    return f"{about}\n\n{markdown_table([*differing, *USUAL, 'seeds'], shown_rows)}"
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -1,46 +1,172 @@
-"""Do a hyperparameter search: every value of the grid a run in a folder of its own, then the winner on everything."""
+"""Hyperparameter search: what is tried, in a folder for each value, which value wins, and the winner on everything.
+
+As in the paper (appendix): a tenth of every task's training images is held out, each value of the grid is trained on
+the rest and tested on the held-out images, and the best one is trained again on everything.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
-from pydantic import BaseModel, ValidationError, field_validator
-from rich.markup import escape
+from pydantic import BaseModel
 from rich.table import Table
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.drawing import save_figure, search_figure
-from confitune.experiments.identity import require_same_run
-from confitune.experiments.job import TrainingError, load_backbone
-from confitune.experiments.methods import value_text
+from confitune.experiments.job import TrainingError, file_name
+from confitune.experiments.methods import Value, options_of, options_set, paper_search, value_text
+from confitune.experiments.paper import searched
 from confitune.experiments.place import LocalPlace, Place
-from confitune.experiments.recipe import Recipe
-from confitune.experiments.runner import Plan, finish_plan, plan_recipe, refuse_existing, run_recipe
-from confitune.experiments.search import Point, Search, winner
+from confitune.experiments.recipe import Recipe, make_recipe, read_value
+from confitune.experiments.runner import finish_plan, plan_recipe, refuse_existing, run_recipe
 from confitune.experiments.summary import collect_results, shown, summarised
+from confitune.experiments.tables import terminal_table
 from confitune.files import write_whole
+from confitune.methods import create_method
 
-FAILURE = "failed.json"
+HELD_OUT = 0.1  # the paper's share
 
 
-class _Failure(BaseModel):
-    """Why a grid point has no result, and of which run that is true."""
+@dataclass(frozen=True)
+class Search:
+    """One option of one method, and the values to try."""
 
-    message: str
-    config: dict[str, Any]
+    recipe: Recipe  # of the retraining: nothing held out, the option as it was before
+    held_out: float
+    part: str
+    option: str
+    grid: tuple[Value, ...]
 
-    @field_validator("config")
-    @classmethod
-    def _of_a_run(cls, config: dict[str, Any]) -> dict[str, Any]:
-        options = config.get("options") or {}
-        by_part = isinstance(options, dict) and all(isinstance(values, dict) for values in options.values())
-        if not by_part or not isinstance(config.get("seed", 0), int):
-            raise ValueError("its configuration is no run's")
-        return config
+    @property
+    def method(self) -> str:
+        """The method's name."""
+        return self.recipe.methods[0]
+
+    @property
+    def place(self) -> str:
+        """The option with its part, as `--set` takes it."""
+        return f"{self.part}.{self.option}"
+
+    def name(self, value: Value) -> str:
+        """Of a grid point, as `--set` takes it.
+
+        >>> search = plan_search("ewc", {})
+        >>> [search.name(value) for value in search.grid[-2:]]
+        ['ewc.strength=100000', 'ewc.strength=300000']
+        """
+        return f"{self.place}={value_text(value)}"
+
+    def folder(self, value: Value) -> str:
+        """What the folder of a grid point is called."""
+        return f"{file_name(self.part)}.{self.option}={value_text(value)}"
+
+    def retraining(self, value: Value) -> Recipe:
+        """The recipe with this value, on all training images."""
+        given = self.recipe.model_dump(exclude_unset=True)
+        return Recipe(**{**given, "options": _with_option(self.recipe, self.method, self.part, self.option, value)})
+
+    def validation(self, value: Value) -> Recipe:
+        """The same with the held-out images as its test set."""
+        return Recipe(**{**self.retraining(value).model_dump(exclude_unset=True), "held_out": self.held_out})
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a value of the grid gave: results by seed, or why there are none."""
+
+    value: Value
+    results: tuple[RunResult, ...] = ()
+    failure: str = ""
+
+    @property
+    def acc(self) -> float:
+        """Mean accuracy over seeds on the held-out images."""
+        return float(np.mean([result.acc for result in self.results]))
+
+    @property
+    def fgt(self) -> float:
+        """Mean forgetting over seeds."""
+        return float(np.mean([result.fgt or 0.0 for result in self.results]))
+
+
+def winner(points: Sequence[Point]) -> Point | None:
+    """Highest mean accuracy; of equal ones the least forgetting, then the first. What failed never wins."""
+    # Rounded: sums of the same accuracies in another order differ in their last bits.
+    trained = [point for point in points if not point.failure]
+    return min(trained, key=lambda point: (-round(point.acc, 9), round(point.fgt, 9)), default=None)
+
+
+def plan_search(
+    method: str,
+    values: Mapping[str, Any],
+    option: str | None = None,
+    grid: Sequence[str] = (),
+    source: str = "the options given",
+) -> Search:
+    """What to try, checked before anything is trained.
+
+    Args:
+        method: the name of one method, e.g. 'ewc', 'mas-cpr' or 'ewc+confit'.
+        values: of the recipe; its methods are not used.
+        option: 'part.option'; default: what the paper searched for the method.
+        grid: values as texts; default: the paper's for the option.
+        source: of the recipe's values, for messages.
+
+    >>> plan_search("mas-cpr", {"dataset": "flowers102"}).grid
+    (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+    """
+    checked = make_recipe({**values, "methods": [method]}, source)
+    recipe = Recipe(**checked.model_dump(exclude_unset=True, exclude={"held_out"}))
+    choices = options_of(create_method(method))
+    if not choices:
+        raise ConfituneError(
+            f"{method} has no option to search, it needs none: `confitune run --method {method}` is all there is to do"
+        )
+    part, name = _place(method, option, choices)
+    paper = next((entry for entry in searched() if (entry.part, entry.option) == (part, name)), None)
+    if not grid and paper is None:
+        raise ConfituneError(f"the paper has no grid for {part}.{name}: give its values with --grid")
+    texts = list(grid) or [value_text(value) for value in (paper.grid if paper else ())]
+    tried = [_checked(recipe, method, part, name, text) for text in texts]
+    if all(isinstance(value, int | float) for value in tried):
+        tried = sorted(tried)
+    if len(set(tried)) < 2:
+        raise ConfituneError(f"a search needs two or more values to choose from, got {', '.join(texts)}: add --grid")
+    return Search(recipe, checked.held_out or HELD_OUT, part, name, tuple(dict.fromkeys(tried)))
+
+
+def _place(method: str, option: str | None, choices: Mapping[str, type[BaseModel]]) -> tuple[str, str]:
+    there = ", ".join(f"{part}.{name}" for part, options in choices.items() for name in options.model_fields)
+    if option is None:
+        paper = paper_search(method)
+        if paper is None:
+            raise ConfituneError(f"the paper searched no option of {method}; choose one with --option: {there}")
+        return paper.part, paper.option
+    part, _, name = option.partition(".")
+    if part not in choices or name not in choices[part].model_fields:
+        raise ConfituneError(f"{method} has no option {option!r}; there are {there}")
+    return part, name
+
+
+def _with_option(recipe: Recipe, method: str, part: str, option: str, value: Value) -> dict[str, dict[str, Any]]:
+    """All options that were given for the method, by the recipe or by the paper, with one of them anew."""
+    options = options_set(recipe.method(method), only_given=True)
+    options.setdefault(part, {})[option] = value
+    return {name: given for name, given in options.items() if given}
+
+
+def _checked(recipe: Recipe, method: str, part: str, option: str, text: str) -> Value:
+    """The value as the method takes it, or the method's own words on what is wrong with it."""
+    options = _with_option(recipe, method, part, option, read_value(text))
+    taken: Value = options_set(recipe.model_copy(update={"options": options}).method(method))[part][option]
+    return taken
 
 
 def run_search(
@@ -58,27 +184,33 @@ def run_search(
 
     Args:
         place: where runs are done (`open_place`); default: here, one after the other, without a word.
-        resume: take what is finished or failed there as it is, and do what is missing.
+        resume: take what is finished there as it is, and do what is missing; what failed is tried from its checkpoint.
         retrain: else nothing is said of the test images.
 
     Returns:
         What each value gave on the held-out images, and the results of the retraining (none without it).
     """
     place = place or LocalPlace()
-    _refuse_mixing(search, out, resume)
-    plans = [_planned(search, value, out, place, resume) for value in search.grid]
-    place.begin([job for plan in plans if isinstance(plan, Plan) for job in plan.left])
+    folders = {value: out / "grid" / search.folder(value) for value in search.grid}
+    if collect_results(out):
+        raise ConfituneError(f"{out} holds results of `confitune run`: choose another --out folder for the search")
+    if not resume:
+        refuse_existing(run.parent for folder in folders.values() for run in folder.glob("*/*/seed-*/*"))
+    plans = [plan_recipe(search.validation(v), folder, place, resume=resume) for v, folder in folders.items()]
+    place.begin([job for plan in plans for job in plan.left])
     points: list[Point] = []
     for value, plan in zip(search.grid, plans, strict=True):
-        place.console.print(_where(search, points, place, retrain), markup=False, highlight=False, style="bold")
-        points.append(_tried(value, plan, place))
+        where = f"grid point {len(points) + 1} of {len(search.grid)}: {search.name(value)}"
+        place.console.print(where, markup=False, highlight=False, style="bold")
+        try:
+            points.append(Point(value, tuple(finish_plan(plan, place))))
+        except TrainingError as error:
+            points.append(Point(value, failure=str(error)))
+            place.console.print(f"failed: {error}", style="yellow", markup=False, highlight=False)
         write_search(search, points, out)
     best = winner(points)
     if best is None:
-        raise ConfituneError(
-            f"no value of {search.place} could be trained; the first said: {points[0].failure} "
-            f"(delete the files {out / 'grid' / '*' / FAILURE} to try them again with --resume)"
-        )
+        raise ConfituneError(f"no value of {search.place} could be trained; the first said: {points[0].failure}")
     write_winner(search, best, out)
     results: list[RunResult] = []
     if retrain:
@@ -90,34 +222,23 @@ def run_search(
     return points, results
 
 
-def search_table(search: Search, points: list[Point], retrained: list[RunResult]) -> Table:
+def search_table(search: Search, points: Sequence[Point], retrained: Sequence[RunResult]) -> Table:
     """Values as rows, mean and 95% interval over seeds; the winner in bold, with its test accuracy after retraining."""
     recipe, best = search.recipe, winner(points)
-    table = Table(
-        title=escape(f"{recipe.dataset}: {search.method}, {recipe.model}, {recipe.seeds} seed(s)"),
-        caption=f"ACC and FGT in percent, on the {search.held_out:.0%} of the training images that were held out."
-        + (" Test ACC and FGT: retrained on all of them." if retrained else ""),
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column(search.place, justify="right")
-    for column in ("ACC ↑", "FGT ↓", "seconds", *(("test ACC ↑", "test FGT ↓") if retrained else ())):
-        table.add_column(column, justify="right")
-    failed = any(point.failure for point in points)
-    if failed:
-        table.add_column("why it failed")
+    rows = []
     for point in points:
-        value, won = value_text(point.value), point is best
-        if point.failure:
-            blank = ["-"] * (len(table.columns) - 3)
-            table.add_row(value, "[red]failed[/red]", *blank, escape(point.failure))
-            continue
-        cells = [shown([getattr(r, metric) for r in point.results]) for metric in ("acc", "fgt")]
-        cells.append(f"{sum(r.seconds for r in point.results):.0f}")
-        if won:
-            cells += [shown([getattr(r, metric) for r in retrained]) for metric in ("acc", "fgt") if retrained]
-        table.add_row(value, *cells, style="bold" if won else "")
-    return table
+        both = (point.results, retrained if point is best else ())
+        cells = [shown([getattr(r, metric) for r in runs]) for runs in both for metric in ("acc", "fgt")]
+        note = f"failed: {point.failure}" if point.failure else "best" if point is best else ""
+        rows.append([value_text(point.value), *cells, f"{sum(r.seconds for r in point.results):.0f}", note])
+    return terminal_table(
+        [search.place, "ACC ↑", "FGT ↓", "test ACC ↑", "test FGT ↓", "seconds", "note"],
+        rows,
+        title=f"{recipe.dataset}: {search.method}, {recipe.model}, {recipe.seeds} seed(s)",
+        caption=f"ACC and FGT in percent, on the {search.held_out:.0%} of the training images that were held out. "
+        "Test ACC and FGT: retrained on all of them.",
+        bold=None if best is None else points.index(best),
+    )
 
 
 def edge_note(search: Search, points: list[Point]) -> str:
@@ -133,12 +254,7 @@ def write_search(search: Search, points: list[Point], out: Path, retrained: list
     """Write `search.json`, and `search.png` where there is something to draw."""
     best = winner(points)
     whole = len(points) == len(search.grid)
-    entries = [
-        {"value": point.value, "failure": point.failure}
-        if point.failure
-        else {"value": point.value, **summarised(point.results)}
-        for point in points
-    ]
+    entries = [{"value": p.value, **({"failure": p.failure} if p.failure else summarised(p.results))} for p in points]
     found = {
         "dataset": search.recipe.dataset,
         "method": search.method,
@@ -168,67 +284,3 @@ def write_winner(search: Search, best: Point, out: Path) -> None:
     )
     text = comment + yaml.safe_dump(recipe, sort_keys=False)
     write_whole(out / "winner.yaml", lambda file: file.write(text.encode()))
-
-
-def _planned(search: Search, value: Any, out: Path, place: Place, resume: bool) -> Plan | _Failure:
-    """The runs of a grid point, or why it failed when it was tried before."""
-    recipe, folder = search.validation(value), out / "grid" / search.folder(value)
-    return _recorded_failure(place.settled(recipe), folder) or plan_recipe(recipe, folder, place, resume=resume)
-
-
-def _tried(value: Any, plan: Plan | _Failure, place: Place) -> Point:
-    if isinstance(plan, Plan):
-        try:
-            return Point(value, tuple(finish_plan(plan, place)))
-        except TrainingError as error:
-            failure = _Failure(message=str(error), config=error.config)
-            text = failure.model_dump_json(indent=1)
-            write_whole(plan.out / FAILURE, lambda file: file.write(text.encode()))
-    else:
-        failure = plan
-    place.console.print(f"failed: {failure.message}", style="yellow", markup=False, highlight=False)
-    return Point(value, failure=failure.message)
-
-
-def _recorded_failure(recipe: Recipe, folder: Path) -> _Failure | None:
-    """Why the point failed when it was tried before; refused if that was with another configuration."""
-    path = folder / FAILURE
-    if not path.exists():
-        return None
-    try:
-        failure = _Failure.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        problem = error.errors()[0]["msg"]
-        raise ConfituneError(f"{path} cannot be read ({problem}); delete it to try this value again") from error
-    seed = failure.config.get("seed", 0)
-    if seed not in recipe.run_seeds:  # not asked for this time
-        return None
-    wanted = recipe.identity(recipe.methods[0], seed, load_backbone(recipe).weights_sha256)
-    require_same_run(failure.config, wanted, path)
-    return failure
-
-
-def _refuse_mixing(search: Search, out: Path, resume: bool) -> None:
-    if collect_results(out):
-        raise ConfituneError(f"{out} holds results of `confitune run`: choose another --out folder for the search")
-    if resume:
-        return
-    folders = [out / "grid" / search.folder(value) for value in search.grid]
-    for folder in folders:
-        if (folder / FAILURE).exists():
-            raise ConfituneError(f"{folder} holds a value that failed: add --resume to go on, or choose another --out")
-    refuse_existing([run.parent for folder in folders for run in folder.glob("*/*/seed-*/*")])
-
-
-def _where(search: Search, done: list[Point], place: Place, retrain: bool) -> str:
-    """Which grid point comes next, and what is left with it."""
-    left = len(search.grid) - len(done)
-    measured = [point for point in done if point.results] if place.at_once is not None else []
-    at_once = min(place.at_once or 1, search.recipe.seeds)
-    took = [sum(result.seconds for result in point.results) / at_once for point in measured]
-    minutes = (left + retrain) * sum(took) / len(took) / 60 if took else 0
-    after = [f"{left - 1} more after it"] if left > 1 else []
-    after += ["then the retraining"] if retrain else []
-    after += [f"about {minutes:.0f} min in all"] if minutes >= 1 else []
-    text = f"grid point {len(done) + 1} of {len(search.grid)}: {search.name(search.grid[len(done)])}"
-    return text + (f" ({', '.join(after)})" if after else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 
@@ -13,8 +14,9 @@ from confitune.experiments.place import Place
 from confitune.experiments.plots import curves_figure
 from confitune.experiments.reproduce.outcome import Outcome, picture_name
 from confitune.experiments.reproduce.plan import TABLE1, Part, Scope, by_dataset, results_of
-from confitune.experiments.summary import markdown_table
+from confitune.experiments.tables import markdown_table
 from confitune.metrics import average_accuracy_curve
+from confitune.nn import without_memory
 from confitune.tasks import dataset_info
 
 
@@ -44,27 +46,19 @@ def storage(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     outcome = Outcome(what="storage", title="Numbers stored as tasks grow")
     told = reported_storage()
     for dataset in scope.datasets:
-        recipe, info = scope.recipe(dataset, "confit"), dataset_info(dataset)
-        classes = recipe.classes_per_task or info.classes_per_task or 10
-        methods = scope.chosen(TABLE1)
-        found = measure_storage(
-            recipe.model,
-            methods,
-            classes_per_task=classes,
-            tasks=recipe.tasks or info.tasks or 10,
-            image_size=info.image_size,
-            means=recipe.means,
-        )
-        kept = {method: [row.kept for row in found.of(method)] for method in methods}
-        lines: Lines = {m: ([row.tasks for row in found.of(m)], list(map(float, kept[m]))) for m in methods}
-        rows = [
-            [m, *(f"{n:,}" for n in (kept[m][0], kept[m][-1], found.of(m)[-1].peak, found.of(m)[-1].heads))]
-            for m in methods
-        ]
-        heading = f"{recipe.model}, {classes} classes a task, heads not counted"
-        head = ["method", "kept after 1 task", "kept after all", "peak while training", "heads"]
+        recipe = scope.recipe(dataset, "confit")
+        tasks = list(range(1, 1 + (recipe.tasks or dataset_info(dataset).tasks or 10)))
+        found = {}
+        for name in scope.chosen(TABLE1):
+            method = recipe.method(name)
+            found[name] = measure_storage(method, method.network(without_memory(recipe.model)))
+        kept = {name: [storage.kept(count) for count in tasks] for name, storage in found.items()}
+        heading = f"{recipe.model}, heads not counted"
+        head = ["method", "a task", "once", f"kept after {tasks[-1]} tasks"]
+        rows = [[m, *(f"{n:,}" for n in (s.per_task, s.once, s.kept(tasks[-1])))] for m, s in found.items()]
         outcome.tables[f"{dataset}: {heading}"] = markdown_table(head, rows)
         outcome.pictures.append(picture_name("storage", dataset))
+        lines: Lines = {name: (tasks, numbers) for name, numbers in kept.items()}
         draw_panels(
             {heading: lines},
             scope.out / outcome.pictures[-1],
@@ -73,11 +67,11 @@ def storage(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             y={heading: "numbers (logarithmic above 1,000)"},
             scale="symlog",
         )
-        outcome.data[dataset] = found.model_dump(mode="json")
-        for method in scope.chosen(("confit", "ccll")) if recipe.model.startswith("resnet18") else ():
-            one = kept[method][-1] - sum(kept[method][-2:-1])  # without what is kept once, of two tasks or more
-            near = abs(one - told[method]) / told[method] <= 0.25
-            outcome.claim(f"a task of {method} adds {told[method] / 1e6:.2f}M numbers", f"{one:,}", near)
+        outcome.data[dataset] = {"model": recipe.model, "kept": kept}
+        for name in scope.chosen(("confit", "ccll")) if recipe.model.startswith("resnet18") else ():
+            one = found[name].per_task
+            near = abs(one - told[name]) / told[name] <= 0.25
+            outcome.claim(f"a task of {name} adds {told[name] / 1e6:.2f}M numbers", f"{one:,}", near)
     return outcome
 
 
@@ -117,23 +111,15 @@ def theory(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         "fine-tuning": (tasks, third.plain.forgotten),
         "probing first": (tasks, third.probing_first.forgotten),
     }
-    for number, (title, lines, x, y, scale) in enumerate(
-        (
-            ("error of a 3 x 3 convolution's mean", sizes, "image size", "error", "log"),
-            (
-                "the loss and its bound",
-                bounds,
-                "distance of the features from good ones",
-                "worst-case loss, square root",
-                "linear",
-            ),
-            ("what earlier tasks lose", losses, "tasks learned", "worst-case loss added", "linear"),
-        ),
-        1,
-    ):
+    distance = "distance of the features from good ones"
+
+    def draw(number: int, title: str, lines: Lines, x: str, y: str, scale: str = "linear") -> None:
         outcome.pictures.append(f"proposition-{number}.png")
         title = f"Proposition {number}: {title}"
         draw_panels({"": lines}, scope.out / outcome.pictures[-1], title=title, x=x, y={"": y}, scale=scale)
-    checked = (first, second, third)
-    outcome.data = {f"proposition {n}": found.model_dump(mode="json") for n, found in enumerate(checked, 1)}
+
+    draw(1, "error of a 3 x 3 convolution's mean", sizes, "image size", "error", "log")
+    draw(2, "the loss and its bound", bounds, distance, "worst-case loss, square root")
+    draw(3, "what earlier tasks lose", losses, "tasks learned", "worst-case loss added")
+    outcome.data = {"proposition 1": asdict(first), "proposition 2": asdict(second), "proposition 3": asdict(third)}
     return outcome

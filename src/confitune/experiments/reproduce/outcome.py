@@ -14,11 +14,9 @@ from confitune.engine import RunResult, command_line, versions
 from confitune.errors import ConfituneError
 from confitune.experiments.job import file_name
 from confitune.experiments.paper import Reported
-from confitune.experiments.summary import markdown_table
+from confitune.experiments.tables import markdown_table
 from confitune.files import write_whole
 from confitune.metrics import mean_and_interval
-
-Verdict = Literal["inside", "higher", "lower", "not reported"]
 
 
 class Cell(BaseModel):
@@ -39,7 +37,7 @@ class Cell(BaseModel):
         return None if self.paper is None else self.measured - self.paper
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> str:
         """Where the measured mean lies: inside the paper's interval, above or below it.
 
         A single run of the paper's has no interval; then half a point counts as inside.
@@ -50,6 +48,12 @@ class Cell(BaseModel):
         if abs(self.measured - self.paper) <= half + 1e-9:
             return "inside"
         return "higher" if self.measured > self.paper else "lower"
+
+    def row(self) -> list[str]:
+        """Measured, the paper's, the difference, the verdict."""
+        difference = "-" if self.difference is None else f"{self.difference:+.2f}"
+        measured, paper = shown(self.measured, self.interval), shown(self.paper, self.paper_interval)
+        return [self.dataset, self.method, self.metric, measured, str(self.seeds), paper, difference, self.verdict]
 
 
 def cells_of(
@@ -99,24 +103,9 @@ def shown(value: float | None, interval: float | None = None) -> str:
     return f"{value:.2f}" + (f" ± {interval:.2f}" if known else "")
 
 
-def _cells_table(cells: Sequence[Cell]) -> str:
-    """One row a cell: measured, the paper's, the difference, the verdict."""
-    rows = [
-        [
-            *(cell.dataset, cell.method, cell.metric, shown(cell.measured, cell.interval), str(cell.seeds)),
-            shown(cell.paper, cell.paper_interval),
-            "-" if cell.difference is None else f"{cell.difference:+.2f}",
-            cell.verdict,
-        ]
-        for cell in cells
-    ]
-    return markdown_table(["dataset", "method", "", "measured", "seeds", "paper", "difference", "verdict"], rows)
-
-
-def _claims_table(claims: Sequence[Claim]) -> str:
-    words = {True: "holds", False: "does not hold", None: "not measured"}
-    rows = [[claim.text, claim.measured, words[claim.holds]] for claim in claims]
-    return markdown_table(["the paper says", "measured", "verdict"], rows)
+_CELLS = ("dataset", "method", "", "measured", "seeds", "paper", "difference", "verdict")
+_CLAIMS = ("the paper says", "measured", "verdict")
+_HOLDS = {True: "holds", False: "does not hold", None: "not measured"}
 
 
 class Outcome(BaseModel):
@@ -139,11 +128,12 @@ class Outcome(BaseModel):
         """The page."""
         parts = [f"# {self.title}"]
         if self.cells:
-            parts.append(_cells_table(self.cells))
+            parts.append(markdown_table(_CELLS, [cell.row() for cell in self.cells]))
         parts += [f"## {heading}\n\n{table}" for heading, table in self.tables.items()]
         parts += [f"![{self.title}]({picture})" for picture in self.pictures]
         if self.claims:
-            parts.append("## What the paper says of it\n\n" + _claims_table(self.claims))
+            rows = [[claim.text, claim.measured, _HOLDS[claim.holds]] for claim in self.claims]
+            parts.append("## What the paper says of it\n\n" + markdown_table(_CLAIMS, rows))
         parts += [f"Note: {note}" for note in self.notes]
         return "\n\n".join(parts) + "\n"
 
@@ -160,32 +150,26 @@ def write_outcome(out: Path, outcome: Outcome) -> None:
 
 def write_index(out: Path) -> None:
     """`index.md`: everything that was reproduced in this folder, with counts of verdicts."""
-    lines = [
-        "# Reproduced",
-        "",
-        "| | inside the paper's interval | higher | lower | claims that hold |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for path in sorted(out.glob("*.json")):
         try:
-            line = _index_line(json.loads(path.read_bytes()))
-            line.encode()
+            record = json.loads(path.read_bytes())
+            if "what" in record:
+                rows.append(_index_row(record))
+                "".join(rows[-1]).encode()
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ConfituneError(f"{path} is damaged, or none of these pages: {error!r:.200}; remove it") from error
-        lines += filter(None, [line])
-    write_whole(out / "index.md", lambda file: file.write(("\n".join(lines) + "\n").encode()))
+    table = markdown_table(["", "inside the paper's interval", "higher", "lower", "claims that hold"], rows)
+    write_whole(out / "index.md", lambda file: file.write(f"# Reproduced\n\n{table}\n".encode()))
 
 
-def _index_line(record: dict[str, Any]) -> str:
-    """A page's line; empty for other files."""
-    if "what" not in record:
-        return ""
+def _index_row(record: dict[str, Any]) -> list[str]:
     verdicts = [cell["verdict"] for cell in record["cells"]]
     claims = [bool(claim["holds"]) for claim in record["claims"] if claim["holds"] is not None]
     counts = [verdicts.count(verdict) for verdict in ("inside", "higher", "lower")]
-    told = [str(count) if sum(counts) else "-" for count in counts]
     held = f"{sum(claims)} of {len(claims)}" if claims else "-"
-    return f"| [{record['title']}]({record['what']}.md) | {' | '.join(told)} | {held} |"
+    told = [str(count) if sum(counts) else "-" for count in counts]
+    return [f"[{record['title']}]({record['what']}.md)", *told, held]
 
 
 def picture_name(what: str, dataset: str) -> str:

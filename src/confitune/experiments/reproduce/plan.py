@@ -29,36 +29,32 @@ class Scope:
         out: where everything goes.
         datasets: of the paper, or any other that `load_tasks` knows.
         methods: only these, of those that an experiment compares; None: all.
-        seeds: runs of each method; None: the paper's 5 (CCLL: 1).
-        pipeline: of the images; datasets that have only a clean one are taken so.
         quick: two tasks, five epochs and one seed where nothing else is asked for, to see that everything works.
-        given: further recipe values, for every run.
+        given: recipe values for every run, in place of the paper's.
     """
 
     out: Path
     datasets: tuple[str, ...] = ("flowers102",)
     methods: tuple[str, ...] | None = None
-    seeds: int | None = None
-    pipeline: str = "published"
     quick: bool = False
     given: Mapping[str, Any] = field(default_factory=dict)
 
     def recipe(self, dataset: str, method: str, **values: Any) -> Recipe:
-        """One experiment as the paper does it: its network, phase means, running statistics."""
+        """One experiment as the paper does it: its network, images, phase means, running statistics, 5 seeds."""
         info = dataset_info(dataset)
         paper = {
             "dataset": dataset,
             "model": "resnet18.tv_in1k" if info.from_paper else "tf_efficientnet_lite0",
-            "pipeline": "clean"
-            if self.pipeline == "published" and "published" not in info.pipelines
-            else self.pipeline,
-            "seeds": 5 if self.seeds is None else self.seeds,
+            "pipeline": "published",
+            "seeds": 5,
             "means": "phase",
             "statistics": "running",
         }
-        asked = {*self.given, *(["seeds"] if self.seeds is not None else [])}
-        quick = {name: value for name, value in QUICK.items() if name not in asked} if self.quick else {}
-        return make_recipe({**paper, **self.given, **values, **quick, "methods": [method]})
+        quick = {name: value for name, value in QUICK.items() if name not in self.given} if self.quick else {}
+        asked = {**paper, **self.given, **values, **quick, "methods": [method]}
+        if asked["pipeline"] == "published" and "published" not in info.pipelines:
+            asked["pipeline"] = "clean"
+        return make_recipe(asked)
 
     def chosen(self, methods: Sequence[str]) -> tuple[str, ...]:
         """Those of `methods` that are asked for."""
@@ -103,8 +99,6 @@ def read_scope(
         out=out,
         datasets=_listed("datasets", datasets) or of_file["datasets"] or Scope.datasets,
         methods=_listed("methods", methods) or of_file["methods"] or None,
-        seeds=values.pop("seeds", None),
-        pipeline=values.pop("pipeline", Scope.pipeline),
         quick=quick,
         given=values,
     )
@@ -146,44 +140,37 @@ class Part:
 
 def parts_of(what: str, scope: Scope) -> list[Part]:
     """The runs that `what` needs; some of them may be done."""
-    makers = {
-        "table1": lambda d: _parts(scope, d, TABLE1),
-        "table2": lambda d: _parts(scope, d, ABLATION),
-        "curves": lambda d: _parts(scope, d, TABLE1),
-        "shift": lambda d: _parts(scope, d, ABLATION),
-        "transductive": lambda d: _parts(scope, d, ABLATION),
-        "controls": lambda d: [
-            *_parts(scope, d, CONTROLS),
-            *(
-                part
-                for means in ("phase", "window")
-                for statistics in ("running", "pass")
-                for part in _parts(scope, d, ("confit",), means=means, statistics=statistics)
-            ),
+    # Weights that were given are those of the small network.
+    own = {"weights": "none"} if scope.quick or scope.given.get("weights") else {}
+    compared: dict[str, list[tuple[Sequence[str], dict[str, Any]]]] = {  # methods, and recipe values
+        "table1": [(TABLE1, {})],
+        "table2": [(ABLATION, {})],
+        "curves": [(TABLE1, {})],
+        "shift": [(ABLATION, {})],
+        "transductive": [(ABLATION, {})],
+        "controls": [
+            (CONTROLS, {}),
+            *((["confit"], {"means": m, "statistics": s}) for m in ("phase", "window") for s in ("running", "pass")),
         ],
-        "deeper": lambda d: [
-            part
-            for model in DEEPER
-            for part in _parts(scope, d, ("finetune", "confit"), epochs=50, model=model, **_weights(scope))
-        ],
+        "deeper": [(("finetune", "confit"), {"epochs": 50, "model": model, **own}) for model in DEEPER],
     }
-    if what not in makers:
+    if what not in compared:
         return []
-    parts = [part for dataset in scope.datasets for part in makers[what](dataset)]
+    parts = [
+        part
+        for dataset in scope.datasets
+        for methods, values in compared[what]
+        for part in _parts(scope, dataset, methods, **values)
+    ]
     if not parts:
         raise ConfituneError(f"none of the methods asked for is part of {what}")
     return parts
 
 
-def _weights(scope: Scope) -> dict[str, Any]:
-    # Weights that were given are those of the small network.
-    return {"weights": "none"} if scope.quick or scope.given.get("weights") else {}
-
-
 def _parts(scope: Scope, dataset: str, methods: Sequence[str], **values: Any) -> list[Part]:
     found = []
     for method in scope.chosen(methods):
-        once = {"seeds": 1} if method == "ccll" and scope.seeds is None else {}  # as in the paper
+        once = {"seeds": 1} if method == "ccll" and "seeds" not in scope.given else {}  # as in the paper
         clipped = trained_with(method) if dataset_info(dataset).from_paper else {}
         recipe = scope.recipe(dataset, method, **values, **once, **clipped)
         found.append(Part(recipe, scope.folder(recipe)))

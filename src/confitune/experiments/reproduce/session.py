@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-
-import numpy as np
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
@@ -51,7 +47,7 @@ def reproduce(whats: Sequence[str], scope: Scope, *, place: Place | None = None)
     wanted = WHATS if "all" in whats else tuple(dict.fromkeys(whats))
     parts = {what: parts_of(what, scope) for what in wanted}
     require_writable(scope.out)
-    watched = _files(parts_of("shift", scope)) if scope.chosen(ABLATION) else set()
+    watched = parts_of("shift", scope) if scope.chosen(ABLATION) else []
     failures = _run_missing([part for needed in parts.values() for part in needed], watched, place)
     outcomes = []
     for what in wanted:
@@ -64,15 +60,11 @@ def reproduce(whats: Sequence[str], scope: Scope, *, place: Place | None = None)
     return outcomes
 
 
-def _files(parts: Sequence[Part]) -> set[Path]:
-    return {result for part in parts for result in part.runs().values()}
-
-
-def _run_missing(parts: Sequence[Part], watched: set[Path], place: Place) -> list[tuple[Part, str]]:
+def _run_missing(parts: Sequence[Part], watched: Sequence[Part], place: Place) -> list[tuple[Part, str]]:
     """Do what is not done; what could not be trained, and why.
 
     Args:
-        watched: results of runs whose moments are measured on the way.
+        watched: runs whose moments are measured on the way.
     """
     unique = list({(part.folder, part.recipe.dataset, part.method): part for part in parts}.values())
     plans = []
@@ -80,12 +72,13 @@ def _run_missing(parts: Sequence[Part], watched: set[Path], place: Place) -> lis
         if all(result.exists() for result in part.runs().values()):
             _require_same(part)
             continue
-        watch = moments.watch_moments if _files([part]) & watched else None
+        watch = moments.watch_moments if part in watched else None
         plans.append((part, plan_recipe(part.recipe, part.folder, place, resume=True, watch=watch)))
     place.begin([job for _, plan in plans for job in plan.left])
     failures = []
-    for part, plan in plans:
-        place.console.print(_what_is_left(unique, part, place), style="bold", highlight=False, markup=False)
+    for number, (part, plan) in enumerate(plans, 1):
+        what = f"{part.recipe.dataset}, {part.recipe.model}: {part.method} ({number} of {len(plans)})"
+        place.console.print(what, style="bold", highlight=False, markup=False)
         try:
             finish_plan(plan, place)
         except TrainingError as error:
@@ -102,22 +95,3 @@ def _require_same(part: Part) -> None:
         if part.recipe.precision == "auto":
             wanted["precision"] = made["precision"]
         require_same_run(made, wanted, path)
-
-
-def _what_is_left(parts: Sequence[Part], part: Part, place: Place) -> str:
-    """Which part comes, how many runs are left, and how long that takes one by one, judged by those that are done."""
-    left: list[str] = []
-    seconds: dict[str, list[float]] = {}
-    for p in parts:
-        for path in p.runs().values():
-            if path.exists():
-                seconds.setdefault(p.method, []).append(RunResult.load(path).seconds)
-            else:
-                left.append(p.method)
-    text = f"{part.recipe.dataset}, {part.recipe.model}: {part.method} ({len(left)} runs left"
-    if seconds and place.at_once is not None:
-        typical = float(np.mean([value for values in seconds.values() for value in values]))
-        needed = sum(float(np.mean(seconds.get(method, [typical]))) for method in left)
-        done_at = time.strftime("%H:%M", time.localtime(time.time() + needed))
-        text += f", about {needed / 60:.0f} min, until {done_at}"
-    return text + ")"

@@ -16,9 +16,8 @@ from confitune.experiments.paper import reported, reported_datasets, searched
 from confitune.experiments.place import Place
 from confitune.experiments.reproduce.outcome import Outcome, cells_of, shown
 from confitune.experiments.reproduce.plan import Part, Scope, by_dataset, results_of
-from confitune.experiments.search import plan_search
-from confitune.experiments.summary import markdown_table
-from confitune.experiments.tune import run_search
+from confitune.experiments.tables import markdown_table
+from confitune.experiments.tune import plan_search, run_search
 from confitune.metrics import mean_and_interval
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, Task
 

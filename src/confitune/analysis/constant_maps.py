@@ -9,30 +9,28 @@ padding, pixels at the border are read by fewer taps than others, and the equati
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from torch.nn.functional import conv2d, pad
-
-from confitune.analysis.saved import SavedResult
 
 TOLERANCE = 1e-12  # of means around 1, in float64
 _BORDER_SIZES = (4, 8, 16, 32, 64)
 _BORDER_KERNEL = 3
 
 
-class BorderError(BaseModel):
+@dataclass(frozen=True)
+class BorderError:
     """||AvgPool(f(a)) - AvgPool(f(AvgPool_DP(a)))|| / ||AvgPool(f(a))||, averaged over images whose rim is darker."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     padding: int  # of a 3 x 3 kernel: the proposition asks for 2, networks have 1
     size: int
     error: float
 
 
-class Proposition1(SavedResult):
+@dataclass(frozen=True)
+class Proposition1:
     """What `check_proposition1` found."""
 
     holds: bool

@@ -1,29 +1,36 @@
-"""The driver's side of runs on a Ray cluster: hands them out with a share of a node, collects what they give."""
+"""Runs on a Ray cluster: every run a Ray task, which goes on from its checkpoint when its node dies.
+
+The driver hands runs out with a share of a node and collects what they give; a worker does them just as a local process
+does. What is going on in a run is in its logs, which lie in the shared folder.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import platform
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
 from rich.console import Console
 
-from confitune.engine import RunResult
+from confitune import __version__
+from confitune.engine import Listener, RunResult, progress_board
 from confitune.errors import ConfituneError
-from confitune.experiments.cluster.display import Display
-from confitune.experiments.cluster.worker import Errand, open_mailbox, read_letters, work
-from confitune.experiments.job import Job, groups_of
+from confitune.experiments.job import Job, Loaded, TrainingError, groups_of, side_by_side
 from confitune.experiments.recipe import Recipe
 
 RETRIES = 5  # of a run whose worker or node died; each goes on from the run's checkpoint
-_STORE_BYTES = 100 * 2**20  # Ray's object store: results and messages are small
-_LOOK_EVERY = 0.3  # seconds
+_STORE_BYTES = 100 * 2**20  # Ray's object store: results are small
+_LOOK_EVERY = 1.0  # seconds
+_SEEN_WITHIN = 15.0  # seconds: a network file system may show a new file late
 # A small network's steps gain little from more threads, and a number that does not depend on the node keeps the
 # last bits of a result the same on all of them.
 THREADS = 4
@@ -35,14 +42,6 @@ class Share:
 
     cpus: int
     gpus: float = 0
-
-    def fits(self, node: Mapping[str, float]) -> bool:
-        """Whether an empty node with these resources can take a run."""
-        return node.get("CPU", 0) >= self.cpus and node.get("GPU", 0) >= self.gpus
-
-    def __str__(self) -> str:
-        cpus = f"{self.cpus} CPU{'s' * (self.cpus > 1)}"
-        return f"{self.gpus:g} GPU and {cpus}" if self.gpus else cpus
 
 
 def share_of(
@@ -66,12 +65,9 @@ def share_of(
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfituneError(f"--device {device} names one GPU, and Ray chooses which a run gets: use --device cuda")
-    if gpus is not None and not 0 <= gpus <= 1:
-        raise ConfituneError(f"--gpus-per-run {gpus:g}: a run uses one GPU or a part of it, from 0 to 1")
-    if gpus and device == "cpu":
-        raise ConfituneError(f"--gpus-per-run {gpus:g} and --device cpu contradict each other: leave one of them out")
-    if gpus == 0 and device == "cuda":
-        raise ConfituneError("--gpus-per-run 0 and --device cuda contradict each other: leave one of them out")
+    if gpus is not None and device == ("cpu" if gpus else "cuda"):
+        both = f"--gpus-per-run {gpus:g} and --device {device}"
+        raise ConfituneError(f"{both} contradict each other: leave one of them out")
     if gpus is None:
         gpus = 1 if device == "cuda" or (device == "auto" and any(node.get("GPU") for node in nodes)) else 0
     if cpus is None:
@@ -142,12 +138,10 @@ class RayPlace:
     def __init__(self, ray: Any, console: Console, parallel_seeds: int, gpus: float | None, cpus: int | None) -> None:
         self.console = console
         self._ray, self._parallel_seeds, self._gpus, self._cpus = ray, parallel_seeds, gpus, cpus
-        self._display = Display(console)
-        self._tasks: dict[Any, list[Job]] = {}  # under way, by what Ray will put their results into
+        self._errands: dict[Any, Errand] = {}  # under way, by what Ray will put their results into
         self._outcomes: dict[Path, RunResult | ConfituneError] = {}  # that nobody has asked for yet, by folder
-        self._tokens: dict[Path, Path] = {}  # by experiment
-        self._mailbox = open_mailbox(ray)
-        self._news = self._mailbox.take.remote()
+        self._board = progress_board(console)
+        self._bar = self._board.add_task("all runs", total=0, status="", left=None)
 
     def settled(self, recipe: Recipe) -> Recipe:
         """With the device and the precision that its runs will have on the cluster, whatever this machine has."""
@@ -157,7 +151,6 @@ class RayPlace:
 
     def begin(self, jobs: Sequence[Job]) -> None:
         """Hand out all of them; Ray starts as many at a time as there is room for."""
-        self._display.expect(jobs)
         remotes: dict[Share, Any] = {}
         for group in groups_of(jobs, self._parallel_seeds):
             share = self._share(group[0].recipe)
@@ -165,42 +158,44 @@ class RayPlace:
                 self._say_if_nowhere(share)
                 resources = {"num_cpus": share.cpus, "num_gpus": share.gpus}
                 remotes[share] = self._ray.remote(**resources, max_retries=RETRIES)(work)
-            errand = Errand(tuple(group), share.cpus, Path.cwd(), self._token(group[0].out))
-            self._tasks[remotes[share].options(name=group[0].label).remote(errand, self._mailbox)] = group
+            errand = Errand(tuple(group), share.cpus, Path.cwd(), group[0].out / f".shared-{uuid4().hex}", RETRIES + 1)
+            errand.token.parent.mkdir(parents=True, exist_ok=True)
+            errand.token.touch()
+            self._errands[remotes[share].options(name=group[0].label).remote(errand)] = errand
+        self._board.update(self._bar, total=(self._board.tasks[0].total or 0) + len(jobs))
 
     def results(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, RunResult | ConfituneError]]:
         """What became of jobs that were begun, in the order in which they end."""
         waiting = {job.folder: job for job in jobs}
-        while waiting:
-            there = [folder for folder in waiting if folder in self._outcomes]
-            yield from ((waiting.pop(folder), self._outcomes.pop(folder)) for folder in there)
-            if waiting:
-                self._collect()
+        with self._board if self.console.is_terminal else nullcontext():
+            while waiting:
+                there = [folder for folder in waiting if folder in self._outcomes]
+                yield from ((waiting.pop(folder), self._outcomes.pop(folder)) for folder in there)
+                if waiting:
+                    self._collect()
 
     def close(self) -> None:
         """Stop what is under way; checkpoints stay for a later command to go on from."""
-        self._display.close()
-        for task in self._tasks:
+        for task, errand in self._errands.items():
             self._ray.cancel(task, force=True)
-        for token in self._tokens.values():
-            token.unlink(missing_ok=True)
+            errand.token.unlink(missing_ok=True)
 
     def _collect(self) -> None:
-        ended, _ = self._ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=_LOOK_EVERY)
-        self._show_news(0)
-        if ended:  # twice: what they told last may have come after the mailbox was last asked
-            self._show_news(10)
-            self._show_news(10)
+        ended, _ = self._ray.wait(list(self._errands), num_returns=len(self._errands), timeout=_LOOK_EVERY)
         for task in ended:
-            group = self._tasks.pop(task)
-            for job, outcome in zip(group, self._outcomes_of(task, group), strict=True):
+            errand = self._errands.pop(task)
+            died = max(len(errand.tries()) - 1, 0)
+            for job, outcome in zip(errand.jobs, self._outcomes_of(task, errand), strict=True):
                 self._outcomes[job.folder] = outcome
-                self._display.ended(job)
-        for task, group in self._tasks.items():
-            if self._display.attempts(group[0]) > RETRIES + 1:  # Ray itself never gives up on one killed for memory
-                self._ray.cancel(task, force=True)
+                self._board.advance(self._bar)
+                text = "failed"
+                if isinstance(outcome, RunResult):
+                    again = f"; its worker died {died} times, it went on from its checkpoint" if died else ""
+                    text = f"accuracy {outcome.acc:.1f}%{again}"
+                self.console.print(f"{job.label}: {text}", markup=False, highlight=False, soft_wrap=True)
+            errand.token.unlink(missing_ok=True)
 
-    def _outcomes_of(self, task: Any, group: list[Job]) -> list[RunResult | ConfituneError]:
+    def _outcomes_of(self, task: Any, errand: Errand) -> list[RunResult | ConfituneError]:
         exceptions = self._ray.exceptions
         try:
             found: list[RunResult | ConfituneError] = self._ray.get(task)
@@ -209,19 +204,8 @@ class RayPlace:
             hint = " (every node needs confitune and what it imports)" if "No module named" in str(error) else ""
             told = ConfituneError(f"failed on the cluster{hint}:\n{error}")
         except exceptions.RayError as error:
-            tries = self._display.attempts(group[0])
-            told = ConfituneError(
-                f"its worker died {tries} times; if that was for lack of memory, fewer runs at a time on a node help "
-                f"(--cpus-per-run, --gpus-per-run), and --resume goes on from the checkpoint ({error})"
-            )
-        return [told] * len(group)
-
-    def _show_news(self, seconds: float) -> None:
-        """Show what the mailbox gave when it was last asked, and ask again; an answer that takes long is not lost."""
-        if self._ray.wait([self._news], timeout=seconds)[0]:
-            with suppress(self._ray.exceptions.RayError):  # runs go on, seen or not
-                self._display.show(read_letters(self._ray.get(self._news)))
-            self._news = self._mailbox.take.remote()
+            told = ConfituneError(f"{_died(len(errand.tries()))} ({error})")
+        return [told] * len(errand.jobs)
 
     def _share(self, recipe: Recipe) -> Share:
         return share_of(self._nodes(), recipe.device, self._gpus, self._cpus)
@@ -230,14 +214,85 @@ class RayPlace:
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
     def _say_if_nowhere(self, share: Share) -> None:
-        if not any(share.fits(node) for node in self._nodes()):
-            text = f"note: no node of the cluster has {share}: runs wait until one joins"
+        if not any(node.get("CPU", 0) >= share.cpus and node.get("GPU", 0) >= share.gpus for node in self._nodes()):
+            what = f"{share.cpus} CPUs" + (f" and {share.gpus:g} GPU" if share.gpus else "")
+            text = f"note: no node of the cluster has {what}: runs wait until one joins"
             self.console.print(text, style="yellow", markup=False, highlight=False)
 
-    def _token(self, out: Path) -> Path:
-        """A file by which workers see whether they share this folder."""
-        if out not in self._tokens:
-            out.mkdir(parents=True, exist_ok=True)
-            self._tokens[out] = out / f".shared-{uuid4().hex}"
-            self._tokens[out].touch()
-        return self._tokens[out]
+
+@dataclass(frozen=True)
+class Errand:
+    """A group of runs, and what a worker must know to do them as the driver would.
+
+    Attributes:
+        threads: of torch.
+        home: the driver's folder, where relative paths begin.
+        token: a file that the driver has written into the experiment's folder; each worker adds a line.
+        most_tries: Ray itself never gives up on a run that is killed for memory.
+        version: the driver's, of confitune.
+    """
+
+    jobs: tuple[Job, ...]
+    threads: int
+    home: Path
+    token: Path
+    most_tries: int
+    version: str = __version__
+
+    def tries(self) -> list[str]:
+        """The nodes that have taken the runs on so far."""
+        return self.token.read_text().splitlines()
+
+
+def work(errand: Errand) -> list[RunResult | ConfituneError]:
+    """What became of each run: a result, or the error that stopped the group. Only its worker's death is not told."""
+    node = platform.node()
+    try:
+        _settle_in(errand, node)
+        torch.set_num_threads(errand.threads)
+        loaded = Loaded.of(errand.jobs[0])
+        # Where an earlier try of a run is still alive, it is waited for.
+        return [*side_by_side(errand.jobs, loaded, lambda job: nullcontext(Listener()), lambda job: None)]
+    except TrainingError as error:
+        return [error] * len(errand.jobs)
+    except torch.OutOfMemoryError as error:
+        message = f"out of GPU memory on {node}: give each run a larger share with --gpus-per-run ({error})"
+        return [ConfituneError(message)] * len(errand.jobs)
+    except (ConfituneError, OSError) as error:
+        return [ConfituneError(f"on {node}: {error}")] * len(errand.jobs)
+
+
+def _settle_in(errand: Errand, node: str) -> None:
+    """Be where the driver is, or say why that cannot be."""
+    if errand.version != __version__:
+        raise ConfituneError(
+            f"this node has confitune {__version__}, the command was given with {errand.version}: "
+            "install the same version everywhere"
+        )
+    try:
+        os.chdir(errand.home)
+    except OSError as error:
+        raise ConfituneError(_not_shared(errand.home)) from error
+    until = time.monotonic() + _SEEN_WITHIN
+    while not errand.token.exists():
+        if time.monotonic() > until:
+            raise ConfituneError(_not_shared(errand.token.parent))
+        time.sleep(0.5)
+    if (tried := len(errand.tries())) >= errand.most_tries:
+        raise ConfituneError(_died(tried))
+    with errand.token.open("a") as file:
+        file.write(f"{node}\n")
+
+
+def _not_shared(folder: Path) -> str:
+    return (
+        f"this node does not see {folder} as the machine does on which the command was given: on a cluster the folder "
+        "it is given in and --out must be on a file system that all nodes share, under the same path"
+    )
+
+
+def _died(times: int) -> str:
+    return (
+        f"its worker died {times} times; if that was for lack of memory, fewer runs at a time on a node help "
+        "(--cpus-per-run, --gpus-per-run), and --resume goes on from the checkpoint"
+    )

@@ -1,0 +1,283 @@
+"""Propositions 2 and 3, checked by numbers in an overparametrised linear model.
+
+The model: y = v^T B x with B [k, d], v [k], n samples, k < n < d.
+
+All functions take many instances at once: B [I, k, d], v [I, k], X [I, n, d]; w = B^T v [I, d] is the map they stand
+for. The loss of a task with map w* in the worst case over ||x|| <= 1 is (v^T B x - w*^T x)^2 at its largest, that is
+||B^T v - w*||^2.
+
+Proposition 2: fine-tuning with a badly aligned head must lose on earlier tasks, the more so the better the features.
+
+With orthonormal rows, w_* = B_*^T v_* (the paper prints ||B_* v_*|| for its norm) and fine-tuning from (B, v):
+
+    ||B_t^T v_t - w_*|| >= sigma_k(R^T S_perp) / sqrt(k) * min(phi, phi^2 / ||w_*||) / (1 + ||w_*||)^2 - epsilon
+    phi^2 = |(v^T v_*)^2 - (v_*^T v_*)^2|,   epsilon = min over U of ||B - U B_*||^2
+
+Two readings are needed. (U B_*, U v_*) is the same map as (B_*, v_*), so phi means something only in one frame: the one
+in which the features are compared, v_* -> U v_* with the U of epsilon. Taken as printed, the bound fails: features that
+are right but rotated, with the head that fits them, lose nothing, yet phi is not 0 (`frame='printed'`). And the theorem
+it is deduced from (Kumar et al., ICLR 2022) subtracts the distance itself, not its square; both are checked, and the
+square, which for good features is the stronger claim, decides.
+
+Multi-head (appendix A.2): with the earlier task's own head v', ||B_t^T v' - w_*|| >= the same - epsilon_mh, where
+epsilon_mh = ||B_t^T (v_t - v')||.
+
+Proposition 3: with features that are good enough, linear probing before fine-tuning leaves earlier tasks alone.
+
+The head that linear probing finds already has zero loss, so the gradient is zero, B_t = B_0 and every earlier task's
+loss L_t'(B_t, v_t') stays what it was when that task was learned. Plain fine-tuning from a random head moves B.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Frame = Literal["aligned", "printed"]
+
+_ANGLES = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0)  # between the rows of B and of B_*: from perfect features to poor ones
+_SIZES2 = (2, 8, 30)  # k, n, d
+_ROUNDING = 1e-9
+TOLERANCE = 1e-10
+_SIZES3 = (3, 10, 30)  # k, n, d
+
+
+def linear_map(features: Array, head: Array) -> Array:
+    """w = B^T v: [I, k, d] and [I, k] -> [I, d]."""
+    return np.asarray(np.einsum("ikd,ik->id", features, head))
+
+
+def worst_case_error(features: Array, head: Array, target: Array) -> Array:
+    """Square root of the worst-case loss, ||B^T v - w*||: [I]."""
+    return np.asarray(np.linalg.norm(linear_map(features, head) - target, axis=1))
+
+
+def orthonormal_rows(chance: np.random.Generator, instances: int, rows: int, columns: int) -> Array:
+    """Random [I, rows, columns] with B B^T = identity."""
+    return np.asarray(np.linalg.qr(chance.normal(size=(instances, columns, rows)))[0].swapaxes(1, 2))
+
+
+def inputs(chance: np.random.Generator, instances: int, samples: int, columns: int) -> Array:
+    """Gaussian X [I, n, d] of rows of length about 1."""
+    return np.asarray(chance.normal(size=(instances, samples, columns)) / np.sqrt(columns))
+
+
+def probed_head(features: Array, x: Array, y: Array) -> Array:
+    """Linear probing: the head with the smallest training loss on frozen features (least squares)."""
+    return np.asarray(np.einsum("ikn,in->ik", np.linalg.pinv(x @ features.swapaxes(1, 2)), y))
+
+
+def fine_tune(
+    features: Array, head: Array, x: Array, y: Array, steps: int = 4000, tolerance: float = 1e-8
+) -> tuple[Array, Array]:
+    """Gradient descent on ||X B^T v - y||^2 / 2 over B and v together, until every residual is within `tolerance`.
+
+    Steps are a twentieth of what would still be stable, so that the path follows gradient flow, for which the theorem
+    behind proposition 2 is proved (at every point of the path, converged or not).
+    """
+    size = np.linalg.norm(x, ord=2, axis=(1, 2)) ** 2
+    reach = np.linalg.norm(features, ord=2, axis=(1, 2)) ** 2 + (head**2).sum(1) + np.linalg.norm(y, axis=1)
+    rate = (0.1 / (size * reach))[:, None, None]
+    transposed, target, v = x.swapaxes(1, 2), y[..., None], head[..., None]
+    for _ in range(steps):
+        seen = x @ features.swapaxes(1, 2)  # [I, n, k]
+        residual = seen @ v - target
+        if np.abs(residual).max() <= tolerance:
+            break
+        moved = v @ (transposed @ residual).swapaxes(1, 2)
+        v = v - rate * (seen.swapaxes(1, 2) @ residual)
+        features = features - rate * moved
+    return features, v[..., 0]
+
+
+def best_rotation(features: Array, others: Array) -> Array:
+    """The orthogonal U [I, k, k] that brings U B' closest to B (orthogonal Procrustes).
+
+    For orthonormal rows it is the nearest in every norm that rotations leave alone, the spectral norm included.
+    """
+    left, _, right = np.linalg.svd(features @ others.swapaxes(1, 2))
+    return np.asarray(left @ right)
+
+
+def smallest_cosine(features: Array, x: Array) -> Array:
+    """sigma_k(R^T S_perp): the cosine of the largest angle between the rows of B and what no sample has a part in."""
+    rows = np.linalg.qr(features.swapaxes(1, 2))[0].swapaxes(1, 2)
+    spanned = np.linalg.qr(x.swapaxes(1, 2))[0]
+    outside = rows - (rows @ spanned) @ spanned.swapaxes(1, 2)
+    return np.asarray(np.linalg.svd(outside, compute_uv=False)[:, -1])
+
+
+@dataclass(frozen=True)
+class FeatureLevel:
+    """Instances whose features are equally good; square roots of worst-case losses, averaged."""
+
+    distance: float  # min over U of ||B - U B_*||, not squared
+    error: float  # left side
+    residual: float  # largest, of the training samples after fine-tuning
+    bound: float  # right side, 0 where it is negative and says nothing
+    tightness: float  # mean of bound / error; 1 would be tight
+    tightness_unsquared: float  # with the distance itself subtracted
+    says_something: float  # share of instances with a positive bound
+    holds: float  # share of instances
+    holds_unsquared: float
+    holds_multi_head: float
+
+
+@dataclass(frozen=True)
+class Proposition2:
+    """What `check_proposition2` found."""
+
+    holds: bool  # in every instance, single-head and multi-head
+    worst_violation: float  # largest bound - error; 0 or less: none
+    tighter_with_better_features: bool  # tightness never falls as the distance shrinks
+    instances: int
+    levels: list[FeatureLevel]
+
+
+def check_proposition2(
+    seed: int = 0, instances: int = 60, row_norm: float = 1.0, frame: Frame = "aligned"
+) -> Proposition2:
+    """Fine-tune random instances and compare both sides of the bound, for features from perfect to poor.
+
+    Heads start from nearly right to unrelated.
+
+    Args:
+        instances: for each quality of features.
+        row_norm: length of the rows of B and B_*, heads scaled inversely so that the maps stay; the proposition's
+            orthonormal rows have 1, and with short rows it must fail.
+        frame: in which phi is taken, see above.
+    """
+    levels, worst = [], -np.inf
+    for angle in _ANGLES:
+        # The same draws at every angle: levels then differ by the features alone.
+        level, violation = _level(np.random.default_rng(seed), instances, angle, row_norm, frame)
+        levels.append(level)
+        worst = max(worst, violation)
+    tightness = [level.tightness for level in levels]
+    return Proposition2(
+        holds=all(level.holds == level.holds_multi_head == 1.0 for level in levels),
+        worst_violation=worst,
+        tighter_with_better_features=all(a >= b for a, b in pairwise(tightness)),
+        instances=instances * len(levels),
+        levels=levels,
+    )
+
+
+def _level(
+    chance: np.random.Generator, instances: int, angle: float, row_norm: float, frame: Frame
+) -> tuple[FeatureLevel, float]:
+    k, n, d = _SIZES2
+    both = orthonormal_rows(chance, instances, 2 * k, d)
+    best, aside = both[:, :k], both[:, k:]
+    turned = orthonormal_rows(chance, instances, k, k)
+    features = turned @ (np.cos(angle) * best + np.sin(angle) * aside)  # orthonormal, too
+    best_head = chance.normal(size=(instances, k))
+    best_head *= chance.uniform(0.3, 2.0, (instances, 1)) / np.linalg.norm(best_head, axis=1, keepdims=True)
+    astray = np.exp(chance.uniform(np.log(0.01), np.log(2.0), (instances, 1)))
+    head = np.einsum("iab,ib->ia", turned, best_head) + astray * chance.normal(size=(instances, k))
+    best, features, best_head, head = best * row_norm, features * row_norm, best_head / row_norm, head / row_norm
+
+    x = inputs(chance, instances, n, d)
+    target = linear_map(best, best_head)
+    y = np.einsum("ind,id->in", x, target)
+    after, head_after = fine_tune(features, head, x, y)
+    error = worst_case_error(after, head_after, target)
+
+    rotation = best_rotation(features, best)
+    distance = np.linalg.norm(features - rotation @ best, ord=2, axis=(1, 2))
+    own_head = np.einsum("iab,ib->ia", rotation, best_head)  # the earlier task's head beside B_t
+    gain = _bound(head, own_head if frame == "aligned" else best_head, target, smallest_cosine(features, x))
+    bound, unsquared = gain - distance**2, gain - distance
+    multi_head_error = worst_case_error(after, own_head, target)
+    relaxation = worst_case_error(after, head_after, linear_map(after, own_head))  # epsilon_mh
+    multi_head_gap = bound - relaxation - multi_head_error
+    level = FeatureLevel(
+        distance=float(distance.mean()),
+        error=float(error.mean()),
+        residual=float(np.abs(np.einsum("ind,id->in", x, linear_map(after, head_after)) - y).max()),
+        bound=float(bound.clip(0).mean()),
+        tightness=float((bound.clip(0) / error).mean()),
+        tightness_unsquared=float((unsquared.clip(0) / error).mean()),
+        says_something=float((bound > 0).mean()),
+        holds=float((bound <= error + _ROUNDING).mean()),
+        holds_unsquared=float((unsquared <= error + _ROUNDING).mean()),
+        holds_multi_head=float((multi_head_gap <= _ROUNDING).mean()),
+    )
+    return level, float(max((bound - error).max(), multi_head_gap.max()))
+
+
+def _bound(head: Array, best_head: Array, target: Array, cosine: Array) -> Array:
+    """The right side without its epsilon, [I]."""
+    k = head.shape[1]
+    length = np.linalg.norm(target, axis=1)
+    squared = np.abs((head * best_head).sum(1) ** 2 - (best_head**2).sum(1) ** 2)  # phi^2
+    gain = cosine / np.sqrt(k) * np.minimum(np.sqrt(squared), squared / length) / (1 + length) ** 2
+    return np.asarray(gain)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """After each task, averaged over instances."""
+
+    moved: list[float]  # ||B_t - B_0||, spectral norm
+    earlier_loss: list[float]  # worst-case loss of the tasks before it; 0 after the first, which has none
+    forgotten: list[float]  # the same minus what it was when they were learned
+
+
+@dataclass(frozen=True)
+class Proposition3:
+    """What `check_proposition3` found."""
+
+    holds: bool
+    worst_violation: float  # largest move of B or change of an earlier loss, probing first
+    probing_first: Curve
+    plain: Curve
+
+
+def check_proposition3(
+    seed: int = 0, instances: int = 20, tasks: int = 5, feature_error: float = 0.0, head_error: float = 0.0
+) -> Proposition3:
+    """Learn random task sequences in both ways and compare.
+
+    Args:
+        feature_error: how far the tasks' own maps lie beside what the features can give; above 0 the proposition's
+            assumption (ii) is broken and it must fail.
+        head_error: of the head after probing, which breaks assumption (i).
+    """
+    probing_first, worst = _learn(seed, instances, tasks, feature_error, head_error, probe=True)
+    plain, _ = _learn(seed, instances, tasks, feature_error, head_error, probe=False)
+    return Proposition3(holds=worst <= TOLERANCE, worst_violation=worst, probing_first=probing_first, plain=plain)
+
+
+def _learn(
+    seed: int, instances: int, tasks: int, feature_error: float, head_error: float, probe: bool
+) -> tuple[Curve, float]:
+    chance = np.random.default_rng(seed)
+    k, n, d = _SIZES3
+    start = features = orthonormal_rows(chance, instances, k, d)
+    moved, earlier_loss, forgotten, worst = [], [], [], 0.0
+    learned: list[tuple[Array, Array, Array]] = []  # of every task: its head, its map, its loss when it was learned
+    for _ in range(tasks):
+        target = linear_map(start, chance.normal(size=(instances, k)))
+        target = target + feature_error * chance.normal(size=(instances, d)) / np.sqrt(d)
+        x = inputs(chance, instances, n, d)
+        y = np.einsum("ind,id->in", x, target)
+        random_head = chance.normal(size=(instances, k))
+        astray = head_error * chance.normal(size=(instances, k))
+        head = probed_head(features, x, y) + astray if probe else random_head
+        # Every step is taken: stopping at a small residual would keep B still by decree.
+        features, head = fine_tune(features, head, x, y, steps=2000, tolerance=0.0)
+        losses = [worst_case_error(features, v, w) ** 2 for v, w, _ in learned]
+        changes = [loss - before for loss, (_, _, before) in zip(losses, learned, strict=True)]
+        learned.append((head, target, worst_case_error(features, head, target) ** 2))
+        distance = np.linalg.norm(features - start, ord=2, axis=(1, 2))
+        moved.append(float(distance.mean()))
+        earlier_loss.append(float(np.mean(losses)) if losses else 0.0)
+        forgotten.append(float(np.mean(changes)) if changes else 0.0)
+        worst = max(worst, float(distance.max()), *(float(np.abs(change).max()) for change in changes))
+    return Curve(moved=moved, earlier_loss=earlier_loss, forgotten=forgotten), worst
