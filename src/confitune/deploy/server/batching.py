@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -54,10 +55,8 @@ class Batcher:
         self._on_batch = on_batch
         self._changed = threading.Condition()
         self._ready: deque[_Job] = deque()
-        self._unanswered: set[Future[Prediction]] = set()
         self._waiting = 0
         self._seconds_an_image = 0.0
-        self._open = False
         self._stopped = False
         self._decoders = ThreadPoolExecutor(limits.decoders, thread_name_prefix="confitune-decode")
         # A daemon: a predictor that never returns must not keep the process from ending.
@@ -71,17 +70,14 @@ class Batcher:
     @property
     def healthy(self) -> bool:
         """Whether images are being answered."""
-        return self._open and self._worker.is_alive()
+        return self._worker.is_alive()
 
     def start(self) -> None:
         """Begin to answer."""
-        self._open = True
         self._worker.start()
 
     def check_room(self, images: int = 1) -> None:
         """Refuse if so many more images cannot wait."""
-        if not self._open:
-            raise _closing()
         if self._waiting + images > self._limits.queue_images:
             seconds = math.ceil(self._waiting * self._seconds_an_image)
             raise Refusal(
@@ -103,29 +99,16 @@ class Batcher:
             self.check_room(len(jobs))
             self._waiting += len(jobs)
             for job in jobs:
-                self._unanswered.add(job.answer)
-                job.answer.add_done_callback(self._answered)
                 self._decoders.submit(self._decode, job)
         return [job.answer for job in jobs]
 
-    def close(self, seconds: float = 0.0) -> None:
-        """Let nothing more in, wait so long for what is in, refuse the rest and end all threads."""
+    def close(self) -> None:
+        """End all threads; the server has seen to it that nobody waits any more."""
         with self._changed:
-            self._open = False
-            self._changed.wait_for(lambda: not self._unanswered, seconds)
             self._stopped = True
-            left = list(self._unanswered)
             self._changed.notify_all()
         self._decoders.shutdown(cancel_futures=True)
-        for answer in left:
-            _settle(answer, _closing())
-        if self._worker.ident is not None:
-            self._worker.join(max(1.0, seconds))
-
-    def _answered(self, answer: Future[Prediction]) -> None:
-        with self._changed:
-            self._unanswered.discard(answer)
-            self._changed.notify_all()
+        self._worker.join(1.0)
 
     def _decode(self, job: _Job) -> None:
         try:
@@ -190,15 +173,9 @@ class Batcher:
 
 
 def _settle(answer: Future[Prediction], outcome: Prediction | Exception) -> None:
-    """Answer, unless nobody waits any more or the answer was given while the server closed."""
-    try:
+    """Answer, unless nobody waits any more."""
+    with suppress(InvalidStateError):
         if isinstance(outcome, Exception):
             answer.set_exception(outcome)
         else:
             answer.set_result(outcome)
-    except InvalidStateError:
-        pass
-
-
-def _closing() -> Refusal:
-    return Refusal(503, "closing", "the server is being stopped", retry_after=10)

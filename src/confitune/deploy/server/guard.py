@@ -1,25 +1,22 @@
 """Around every request and connection: bounds what arrives and how long it may take, and counts what is answered.
 
 uvicorn takes a body as long as it comes and as slowly as it comes; here it is counted while it arrives. Nor does
-uvicorn hang up on clients that send nothing or read nothing, or answer what waits when it is stopped.
+uvicorn hang up on clients that send nothing or read nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from contextlib import suppress
 
-import uvicorn
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from confitune.deploy.server.answers import refusal_response
-from confitune.deploy.server.batching import Batcher
 from confitune.deploy.server.limits import Limits, Refusal, megabytes
 from confitune.deploy.server.metrics import Metrics
 
@@ -171,21 +168,3 @@ def bounded_protocol(limits: Limits) -> type[H11Protocol]:
                 self._due.pop(what).cancel()
 
     return BoundedProtocol
-
-
-class DrainingServer(uvicorn.Server):
-    """Answers what waits when it is stopped, and refuses what takes too long."""
-
-    def __init__(self, config: uvicorn.Config, batcher: Batcher, seconds: float) -> None:
-        super().__init__(config)
-        self._batcher = batcher
-        self._seconds = seconds
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the batcher at once: uvicorn would wait for the answers first, and closes the app only then."""
-        closing = asyncio.create_task(asyncio.to_thread(self._batcher.close, self._seconds))
-        await super().shutdown(sockets)
-        if self.force_exit:  # a second Ctrl-C, upon which uvicorn leaves the app open
-            await asyncio.to_thread(self._batcher.close)
-            await self.lifespan.shutdown()
-        await closing

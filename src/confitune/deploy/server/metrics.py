@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _IMAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -22,14 +21,12 @@ class Metrics:
         self.registry = own = CollectorRegistry()
         ProcessCollector(registry=own)  # memory, time and open files, where the system tells
         self.requests = Counter("confitune_requests", "Requests answered", ("route", "status"), registry=own)
-        about = "Requests refused by a limit, by reason"
-        self.rejected = Counter("confitune_rejected", about, ("reason",), registry=own)
         self.images = Counter("confitune_images", "Images answered", registry=own)
         about = "From the end of a request's body to its answer"
-        self.seconds = Histogram("confitune_predict_seconds", about, buckets=_SECONDS, registry=own)
+        self.seconds = Histogram("confitune_predict_seconds", about, registry=own)
         self.batch_images = Histogram("confitune_batch_images", "Images in a batch", buckets=_IMAGES, registry=own)
         about = "The network's time for a batch"
-        self.batch_seconds = Histogram("confitune_batch_seconds", about, buckets=_SECONDS, registry=own)
+        self.batch_seconds = Histogram("confitune_batch_seconds", about, registry=own)
         Gauge("confitune_queue_images", "Images that wait for a batch", registry=own).set_function(queue)
         Gauge("confitune_body_bytes", "Bytes of requests under way", registry=own).set_function(lambda: self.body_bytes)
 
