@@ -14,8 +14,8 @@ from confitune.deploy.held_out import some_of
 from confitune.engine import TaskFit
 from deploy.shared import NETWORK, add, backbone_of
 
-files, held_out, journal, predicting = (
-    importlib.import_module(f"confitune.deploy.{name}") for name in ("files", "held_out", "journal", "predictor")
+formats, held_out, journal, predicting = (
+    importlib.import_module(f"confitune.deploy.{name}") for name in ("format", "held_out", "journal", "predictor")
 )
 FEW, MANY = 10, 120
 
@@ -151,7 +151,7 @@ def test_what_is_ready_is_bounded_and_answers_as_if_all_were(bundles):
 
 def test_a_file_is_hashed_once(bundles, monkeypatch):
     hashed, real = [], hashlib.sha256
-    monkeypatch.setattr(files.hashlib, "sha256", lambda data: (hashed.append(len(data)), real(data))[1])
+    monkeypatch.setattr(formats.hashlib, "sha256", lambda data: (hashed.append(len(data)), real(data))[1])
     predictor = Predictor.from_bundle(bundles[FEW], device="cpu", ready=1)
     pixels = torch.zeros(1, 3, 224, 224, dtype=torch.uint8)
     for task in ("t1", "t2", "t1", "t2", "t1"):

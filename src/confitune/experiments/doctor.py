@@ -88,10 +88,6 @@ def _examine_bundle(folder: Path, repair: bool) -> Examination:
             found.findings.append(Finding(f"task {task!r}: {error}"))
     if bundle.damage is not None:  # what is left over shows when it is mended
         return found
-    if (damage := bundle.damage_before()) is not None:
-        found.findings.append(
-            Finding(f"what is kept to go back is damaged: {damage}", "deleted; the next change keeps anew")
-        )
     for path in bundle.leftovers():
         found.findings.append(Finding(f"{path} is left from a change that broke off", "deleted"))
     if repair and found.findings:

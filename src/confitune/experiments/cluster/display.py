@@ -38,7 +38,7 @@ class Display:
         self._runs |= {str(job.folder): _Shown(job.label) for job in jobs}
         if self._board is None and jobs and self._console.is_terminal:
             self._board = progress_board(self._console)
-            self._all = self._board.add_task("all runs", total=0, status="", left=None)
+            self._all = self._board.add_task("all runs", total=0, status="")
             self._board.start()
         self._count()
 
@@ -93,7 +93,7 @@ class Display:
         if not self._board:
             return
         if run.decoding is None:
-            run.decoding = self._board.add_task(run.label, status="", left=None)
+            run.decoding = self._board.add_task(run.label, status="")
         self._board.update(run.decoding, completed=done, total=total, status=f"{what} {done}/{total}")
 
     def _hide_decoding(self, run: _Shown) -> None:
