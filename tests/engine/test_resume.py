@@ -322,7 +322,7 @@ def test_diverging_in_the_first_task(make_run):
 
 def test_diverging_in_the_very_last_step(make_run, sequence):
     """The loss before the step is finite and no later one is computed; the network is ruined all the same."""
-    run = make_run("finetune", lr=1e38, weight_decay=1e10, epochs=1, batch_size=48, tasks=sequence.first(1))
+    run = make_run("finetune", lr=1e38, weight_decay=1e10, epochs=1, batch_size=48, tasks=sequence[:1])
     with pytest.raises(ConfituneError, match=r"task 'dark' became 1\.\d+, its weights infinite in epoch 1"):
         run.run()
 
