@@ -159,18 +159,6 @@ def test_a_request_that_does_not_fit_into_the_queue_is_refused_whole(started, fa
     batcher.check_room(4)
 
 
-def test_how_long_to_wait_follows_from_how_fast_batches_are(started, fake):
-    batcher = started(images=60, queue_images=60)
-    batcher._seconds_an_image = 0.2
-    fake.gate.clear()
-    batcher.submit(files(1), ["pets"], 1)
-    until(lambda: fake.batches)
-    batcher.submit(files(*range(60)), ["pets"] * 60, 1)
-    with pytest.raises(Refusal) as refused:
-        batcher.check_room()
-    assert refused.value.retry_after == 12
-
-
 def test_only_the_unreadable_image_fails_and_gives_its_place_back(started, fake):
     batcher = started()
     good, bad, worse = batcher.submit([("a", b"\x05"), ("b.jpg", b"bad"), ("c.jpg", b"worse")], ["pets"] * 3, 1)

@@ -42,8 +42,7 @@ def create_app(predictor: Predictor, limits: Limits | None = None) -> FastAPI:
 
     import confitune
     from confitune.deploy.server.answers import handle_errors
-    from confitune.deploy.server.guard import Guard
-    from confitune.deploy.server.metrics import Metrics
+    from confitune.deploy.server.guard import Guard, Metrics
     from confitune.deploy.server.routes import add_page, add_routes
 
     limits = limits or Limits()

@@ -7,7 +7,6 @@ Every image that is let in holds a place of the queue until it is in a batch, so
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -24,7 +23,6 @@ from confitune.deploy.server.limits import Limits, Refusal
 from confitune.errors import ConfituneError
 
 _log = logging.getLogger("confitune.serve")
-_LONGEST_RETRY = 60
 
 
 @dataclass
@@ -56,7 +54,6 @@ class Batcher:
         self._changed = threading.Condition()
         self._ready: deque[_Job] = deque()
         self._waiting = 0
-        self._seconds_an_image = 0.0
         self._stopped = False
         self._decoders = ThreadPoolExecutor(limits.decoders, thread_name_prefix="confitune-decode")
         # A daemon: a predictor that never returns must not keep the process from ending.
@@ -79,12 +76,11 @@ class Batcher:
     def check_room(self, images: int = 1) -> None:
         """Refuse if so many more images cannot wait."""
         if self._waiting + images > self._limits.queue_images:
-            seconds = math.ceil(self._waiting * self._seconds_an_image)
             raise Refusal(
                 429,
                 "busy",
                 f"{self._waiting} images are waiting, and the queue takes {self._limits.queue_images}: try again later",
-                retry_after=min(max(1, seconds), _LONGEST_RETRY),
+                retry_after=1,
             )
 
     def submit(
@@ -164,10 +160,7 @@ class Batcher:
             for job in batch:
                 _settle(job.answer, Refusal(500, "prediction-failed", f"the prediction failed: {reason}"))
             return
-        seconds = time.perf_counter() - began
-        # A running mean that forgets slow first batches soon.
-        self._seconds_an_image += 0.2 * (seconds / len(batch) - self._seconds_an_image)
-        self._on_batch(len(batch), seconds)
+        self._on_batch(len(batch), time.perf_counter() - began)
         for job, prediction in zip(batch, found, strict=True):
             _settle(job.answer, prediction)
 

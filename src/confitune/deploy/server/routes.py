@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect
 from confitune.deploy.predictor import MOST_GUESSED, Prediction, Predictor, too_many_to_guess
 from confitune.deploy.server.answers import ERRORS, ClassScore, ImagePrediction, PredictAnswer, TaskEntry, TasksAnswer
 from confitune.deploy.server.batching import Batcher
+from confitune.deploy.server.guard import Metrics
 from confitune.deploy.server.limits import Limits, Refusal, megabytes
-from confitune.deploy.server.metrics import Metrics
 
 _LONGEST_FIELD = 1024  # bytes
 _LONGEST_NAME = 200
