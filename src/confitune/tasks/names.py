@@ -81,8 +81,9 @@ class Part:
             return DATASETS[self.dataset]
         near = difflib.get_close_matches(self.dataset.lower().partition(":")[0], DATASETS, n=1)
         known = ", ".join(f"{name}:PATH" if name == "folder" else name for name in DATASETS)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {known} and FILE.py:FUNCTION."
-        raise DataError(f"there is no dataset {self.dataset!r}; {hint} Tasks are written as photos:2 or photos:1-3")
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {known} and FILE.py:FUNCTION"
+        how = " Tasks are written as photos:2 or photos:1-3" if near and ":" in self.dataset else ""
+        raise DataError(f"there is no dataset {self.dataset!r}; {hint}{how}")
 
     @property
     def key(self) -> str:
