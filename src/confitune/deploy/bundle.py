@@ -99,11 +99,6 @@ class Bundle:
         return MappingProxyType(self._state.accuracy)
 
     @property
-    def history(self) -> Sequence[Checked]:
-        """Every check so far."""
-        return tuple(self._state.history)
-
-    @property
     def last_task(self) -> str:
         """The task that was added last of those there are."""
         return next(reversed(self._state.tasks))

@@ -23,7 +23,6 @@ from confitune.deploy.format import (
     LOCK,
     Added,
     BundleError,
-    Checked,
     DamagedError,
     Event,
     Head,
@@ -62,14 +61,12 @@ class State:
         head: None before the first task.
         tasks: by name, in the order in which they were added; one that is renamed keeps its place.
         accuracy: of each task on its held-out images when it was last checked, in percent.
-        history: every check so far.
         kept: names of files that only the state before the last change needs.
     """
 
     head: Head | None = None
     tasks: dict[str, TaskRecord] = field(default_factory=dict)
     accuracy: dict[str, float] = field(default_factory=dict)
-    history: list[Checked] = field(default_factory=list)
     kept: set[str] = field(default_factory=set)
 
     def needed(self) -> set[str]:
@@ -94,7 +91,6 @@ class State:
             if event.task in self.accuracy:
                 self.accuracy[event.to] = self.accuracy.pop(event.task)
         else:
-            self.history.append(event)
             self.accuracy |= event.accuracy
         return []
 
