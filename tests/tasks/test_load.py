@@ -167,8 +167,3 @@ def test_two_datasets_that_are_stored_alike_are_joined(class_folders: Path, tmp_
     pixels, labels = whole.test.batch(torch.arange(len(whole.test)))
     found = [whole.classes[label].partition(":")[2] for label in labels]
     assert found == [["ant", "bee", "cat"][label_of(p)] for p in pixels]
-
-
-def test_a_task_is_taken_once() -> None:
-    with pytest.raises(DataError, match=r"two tasks of the sequence .* have the same name"):
-        load_tasks("digits:1-3+photos:1+digits:3", **GREY)

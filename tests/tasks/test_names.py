@@ -76,6 +76,19 @@ def test_what_is_wrong_with_a_name_is_said(name: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("photos:1-3+digits+photos:3", r"takes tasks of photos twice \(photos:1-3 and photos:3\)"),
+        ("photos:2+digits+photos", r"takes tasks of photos twice \(photos:2 and photos\)"),
+        ("folder:a:2+folder:./b/../a/:2", r"takes tasks of folder:a twice \(folder:a:2 and folder:./b/../a/:2\)"),
+    ],
+)
+def test_a_task_is_taken_once(name: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        dataset_parts(name)
+
+
 def test_a_folder_that_is_there_is_taken_by_its_whole_name(tmp_path: Path) -> None:
     for name in ("c++photos", "a:3", "a"):
         (tmp_path / name).mkdir()

@@ -14,9 +14,11 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
 
@@ -41,6 +43,7 @@ READERS: dict[DatasetInfo, Callable[[Path, bool], ImageSet]] = {  # called with 
 }
 DATASETS: Mapping[str, DatasetInfo] = MappingProxyType({info.name: info for info in READERS})
 FOLDER_PREFIX = "folder:"
+_ALL = (1, sys.maxsize)
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
@@ -118,6 +121,10 @@ def dataset_parts(name: str) -> tuple[Part, ...]:
     for part in parts:
         if not part.own:  # which is looked for when it is needed
             _ = part.info
+    for one, other in combinations(parts, 2):
+        (first, last), (start, end) = one.tasks or _ALL, other.tasks or _ALL
+        if one.key == other.key and first <= end and start <= last:
+            raise DataError(f"{name!r} takes tasks of {one.dataset} twice ({one} and {other})")
     return parts
 
 
