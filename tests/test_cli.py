@@ -1,6 +1,5 @@
 """The command line, from arguments to exit code, output and files."""
 
-import io
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from PIL import Image
 
 from confitune import cli, metrics
 from confitune.engine import RunResult, SequenceRun
+from confitune.engine.checkpoint import values_of
 from confitune.errors import ConfituneError
 from confitune.experiments import plan_search
 from confitune.experiments.identity import filled
@@ -366,7 +366,7 @@ def test_a_killed_process_resumes_to_the_same_result(confitune, weights, tmp_pat
     process.send_signal(signal.SIGKILL)
     output, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, output
-    saved = torch.load(io.BytesIO(read_sealed(checkpoint)), weights_only=True)
+    saved = values_of(read_sealed(checkpoint))
     done = 6 * saved["task"] + (saved["fit"]["epoch"] if saved["fit"] else 0)
     assert 1 <= done < 12
     assert not (checkpoint.parent / "result.json").exists()
@@ -440,7 +440,7 @@ def test_a_missing_recipe(confitune, tmp_path):
         ("--method confit --method confit", "name a method twice"),
         ("--method confit+finetune", "names 2 that say what is trained and when (confit, finetune); give one"),
         ("--epochs 0", "epochs=0"),
-        ("--tasks 9", "digits has 5 tasks of 2 classes, so tasks=9 is impossible"),
+        ("--tasks 9", "digits has 5 tasks, so tasks=9 is impossible"),
         ("--device nonsense", "device 'nonsense' cannot be used"),
         ("--device cuda:99", "device 'cuda:99' cannot be used"),
         ("--step nonsense", "step='nonsense' is not known: There are 'auto', 'eager', 'graph' or 'compile'."),
@@ -468,7 +468,7 @@ def test_a_missing_recipe(confitune, tmp_path):
         ("--dataset folder:nowhere", "the folder nowhere is not there"),
         ("--dataset folder:", "a folder set needs its path"),
         ("--dataset photos:1+digit:2", "there is no dataset 'digit'; did you mean 'digits'?"),
-        ("--dataset photos:1+digits:6", "digits has 5 tasks of 2 classes, so digits:6 is impossible"),
+        ("--dataset photos:1+digits:6", "digits has 5 tasks, so digits:6 is impossible"),
         ("--dataset photos:1+digits:1 --tasks 3", "photos:1+digits:1 has 2 tasks, so tasks=3 is impossible"),
         ("--dataset photos:1+digits:1 --method finetune --method joint", "leave the method joint out"),
     ],
@@ -703,7 +703,7 @@ def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tm
         ("ewc --grid 1", "a search needs two or more values"),
         ("ewc --grid 1 --grid x", "options of ewc: strength"),
         ("ewc --set strength=3", "there is no setting 'strength'; did you mean 'ewc.strength'?"),
-        ("ewc --tasks 9", "digits has 5 tasks of 2 classes, so tasks=9 is impossible"),
+        ("ewc --tasks 9", "digits has 5 tasks, so tasks=9 is impossible"),
         ("ewc --weights none.pth", "no weights file none.pth"),
         ("ewc none.yaml", "no recipe none.yaml"),
         ("ewc --epochs 0", "epochs=0"),

@@ -1,12 +1,11 @@
 """Numbers stored: counted by hand for the tiny network, for ResNet18, and in what real runs leave behind."""
 
-import io
-
 import pytest
 import torch
 
 from confitune.analysis import measure_storage
 from confitune.engine import CHECKPOINT
+from confitune.engine.checkpoint import values_of
 from confitune.files import read_sealed
 from confitune.methods import create_method
 from confitune.nn import ContinualNet, without_memory
@@ -79,7 +78,7 @@ def test_resnet18():
 @pytest.mark.parametrize("method", ["finetune", "confit", "task-bn", "ccll", "best", "ewc", "mas-cpr"])
 def test_what_a_run_really_saves(make_run, measured, tmp_path, method):
     make_run(method, folder=tmp_path).run()
-    saved = torch.load(io.BytesIO(read_sealed(tmp_path / CHECKPOINT)), weights_only=True)
+    saved = values_of(read_sealed(tmp_path / CHECKPOINT))
     rows = saved["net"]["_extra_state"]["tasks"].values()
     heads = sum(len(entry["classes"]) * 9 for entry in rows)
     in_rows = sum(entry["row"].numel() for entry in rows) - heads

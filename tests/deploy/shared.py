@@ -45,6 +45,12 @@ def backbone_of(path: Path, head: str = "bundle.json") -> Path:
     return path / "backbones" / f"{json.loads((path / head).read_bytes())['backbone']['sha256']}.safetensors"
 
 
+def checks(path: Path) -> list[tuple[str, dict[str, float]]]:
+    """After which task tasks were checked, and how good they were, as the index has it."""
+    events = map(json.loads, (path / "index.jsonl").read_bytes().splitlines())
+    return [(event["after"], event["accuracy"]) for event in events if event["op"] == "check"]
+
+
 def edited(path: Path, **values: Any) -> None:
     """The head with other values, its checksum right."""
     head = json.loads(path.read_bytes()) | values

@@ -12,10 +12,10 @@ import torch
 from confitune.deploy import Bundle, BundleError, Predictor, check_tasks
 from confitune.deploy.held_out import some_of
 from confitune.engine import TaskFit
-from deploy.shared import NETWORK, add, backbone_of
+from deploy.shared import NETWORK, add, backbone_of, checks
 
-files, held_out, journal, predicting = (
-    importlib.import_module(f"confitune.deploy.{name}") for name in ("files", "held_out", "journal", "predictor")
+formats, held_out, journal, predicting = (
+    importlib.import_module(f"confitune.deploy.{name}") for name in ("format", "held_out", "journal", "predictor")
 )
 FEW, MANY = 10, 120
 
@@ -151,7 +151,7 @@ def test_what_is_ready_is_bounded_and_answers_as_if_all_were(bundles):
 
 def test_a_file_is_hashed_once(bundles, monkeypatch):
     hashed, real = [], hashlib.sha256
-    monkeypatch.setattr(files.hashlib, "sha256", lambda data: (hashed.append(len(data)), real(data))[1])
+    monkeypatch.setattr(formats.hashlib, "sha256", lambda data: (hashed.append(len(data)), real(data))[1])
     predictor = Predictor.from_bundle(bundles[FEW], device="cpu", ready=1)
     pixels = torch.zeros(1, 3, 224, 224, dtype=torch.uint8)
     for task in ("t1", "t2", "t1", "t2", "t1"):
@@ -194,7 +194,7 @@ def test_learning_reads_the_last_task_and_those_it_tests(taught, teach, monkeypa
     assert set(loaded[1:]) == {*tested} - {"blues"}
     assert (len(tested), report.earlier) == (4, 5)
     bundle = Bundle.open(path)
-    assert set(bundle.history[-1].accuracy) == {*tested, "yellows"}
+    assert set(checks(path)[-1][1]) == {*tested, "yellows"}
     assert {change.task: change.after for change in report.changes}.items() <= dict(bundle.accuracy).items()
 
 
@@ -204,7 +204,7 @@ def test_what_is_tested_does_not_change_what_is_learned(taught, teach, taught_on
     assert (report.changes, report.earlier) == ((), 2)
     assert Bundle.open(path).lineage == Bundle.open(taught_once[3]).lineage
     assert Bundle.open(path).record("greens").file == Bundle.open(taught_once[3]).record("greens").file
-    assert [*Bundle.open(path).history[-1].accuracy] == ["greens"]
+    assert [*checks(path)[-1][1]] == ["greens"]
 
 
 def test_the_tested_tasks_are_others_every_time():

@@ -396,7 +396,7 @@ def test_export_with_torch(confitune, taught_once, new):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--task", "greens", "--to", "tflite"], "cannot export to 'tflite': there are onnx, torch-export"),
+        (["--task", "greens", "--to", "tflite"], "cannot export to 'tflite', None: there are onnx (to a file"),
         (["--task", "birds"], "has no task 'birds'; it has 'reds', 'stripes', 'greens'"),
     ],
 )

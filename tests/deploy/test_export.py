@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from confitune import __version__
 from confitune.deploy import export
-from confitune.deploy.export import check_export, export_onnx, export_torch
+from confitune.deploy.export import check_export, export_network
 from confitune.errors import ConfituneError
 from confitune.nn import Calibrations, Deltas, Norms, XconvNorms
 from confitune.tasks import Preprocess
@@ -20,7 +20,7 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-FORMATS = {".onnx": export_onnx, ".pt2": export_torch}
+FORMATS = (".onnx", ".pt2")
 PREPROCESS = Preprocess(mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3), resize=72, crop=64)
 
 
@@ -45,8 +45,8 @@ def net(trained):
 )
 def test_both_files_give_the_networks_logits_for_one_image_and_for_ten(trained, images, tmp_path, model, means):
     net, x = trained(model, [XconvNorms(means)]), images(10)
-    for suffix, write in FORMATS.items():
-        write(net, "pets", tmp_path / f"pets{suffix}", size=64)
+    for suffix in FORMATS:
+        export_network(net, "pets", tmp_path / f"pets{suffix}", size=64)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pets.onnx", "pets.pt2"]  # weights are inside
     session = onnxruntime.InferenceSession(tmp_path / "pets.onnx", providers=["CPUExecutionProvider"])
     program = torch.export.load(tmp_path / "pets.pt2").module()
@@ -84,7 +84,7 @@ class PreActivation(nn.Module):
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_whatever_a_task_owns_is_in_its_file(trained, images, tmp_path, model, parts, suffix):
     net, path = trained(model(), [part() for part in parts], size=8), tmp_path / f"birds{suffix}"
-    FORMATS[suffix](net, "birds", path, size=8)
+    export_network(net, "birds", path, size=8)
     for count in (1, 10):
         assert check_export(path, net, "birds", images(count, 8)) < 1e-5
 
@@ -92,7 +92,7 @@ def test_whatever_a_task_owns_is_in_its_file(trained, images, tmp_path, model, p
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_a_check_returns_the_largest_difference(net, images, tmp_path, suffix):
     path, x = tmp_path / f"pets{suffix}", images(4, 8)
-    FORMATS[suffix](net, "pets", path, size=8)
+    export_network(net, "pets", path, size=8)
     with torch.no_grad():
         exact = net.eval()(x, "pets")
         net.set_task("birds")
@@ -106,7 +106,7 @@ def test_a_check_returns_the_largest_difference(net, images, tmp_path, suffix):
 
 def test_an_onnx_file_says_how_to_use_it(net, tmp_path):
     path = tmp_path / "new" / "pets.onnx"
-    export_onnx(net, "pets", str(path), size=(8, 8), preprocess=PREPROCESS)
+    export_network(net, "pets", path, size=(8, 8), preprocess=PREPROCESS)
     model = onnx.load(path)
     onnx.checker.check_model(model)
     facts = {fact.key: fact.value for fact in model.metadata_props}
@@ -130,7 +130,7 @@ def test_an_onnx_file_says_how_to_use_it(net, tmp_path):
 
 def test_an_exported_program_says_how_to_use_it(net, tmp_path):
     path, files = tmp_path / "pets.pt2", {"metadata.json": ""}
-    export_torch(net, "pets", path, size=8)
+    export_network(net, "pets", path, size=8)
     program = torch.export.load(path, extra_files=files)
     assert json.loads(files["metadata.json"]) == {
         "confitune": __version__,
@@ -142,26 +142,18 @@ def test_an_exported_program_says_how_to_use_it(net, tmp_path):
 
 
 def test_no_file_tells_where_it_was_written(net, tmp_path):
-    export_onnx(net, "pets", tmp_path / "pets.onnx", size=8)
-    export_torch(net, "pets", tmp_path / "pets.pt2", size=8)
+    export_network(net, "pets", tmp_path / "pets.onnx", size=8)
+    export_network(net, "pets", tmp_path / "pets.pt2", size=8)
     archive = zipfile.ZipFile(tmp_path / "pets.pt2")
     for content in ((tmp_path / "pets.onnx").read_bytes(), *map(archive.read, archive.namelist())):
         assert b"site-packages" not in content
         assert b"export.py" not in content
 
 
-def test_the_operators_version_can_be_chosen(net, tmp_path):
-    path = tmp_path / "pets.onnx"
-    export_onnx(net, "pets", path, size=8, opset=19)
-    assert onnx.load(path).opset_import[0].version == 19
-    with pytest.raises(ConfituneError, match="cannot write this network in opset 999, but in"):
-        export_onnx(net, "pets", path, size=8, opset=999)
-
-
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_exporting_is_quiet_and_leaves_the_network(net, images, tmp_path, suffix, capfd, recwarn, caplog):
     level, before = logging.getLogger("torch").level, [tensor.clone() for tensor in net.parameters()]
-    FORMATS[suffix](net, "pets", tmp_path / f"pets{suffix}", size=8)
+    export_network(net, "pets", tmp_path / f"pets{suffix}", size=8)
     check_export(tmp_path / f"pets{suffix}", net, "pets", images(2, 8))
     assert capfd.readouterr() == ("", "")
     assert not recwarn.list
@@ -177,7 +169,7 @@ def test_exporting_is_quiet_and_leaves_the_network(net, images, tmp_path, suffix
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_a_file_that_no_longer_fits_is_found_out(net, images, tmp_path, suffix):
     path, x = tmp_path / f"pets{suffix}", images(4, 8)
-    FORMATS[suffix](net, "pets", path, size=8)
+    export_network(net, "pets", path, size=8)
     with pytest.raises(ConfituneError, match=r"gives logits of shape \(4, 3\), task 'birds' .*\(4, 4\)"):
         check_export(path, net, "birds", x)
     with torch.no_grad():
@@ -190,7 +182,7 @@ def test_a_file_that_no_longer_fits_is_found_out(net, images, tmp_path, suffix):
 
 def test_large_logits_may_differ_more(net, images, tmp_path, monkeypatch):
     path, x = tmp_path / "pets.pt2", images(4, 8)
-    export_torch(net, "pets", path, size=8)
+    export_network(net, "pets", path, size=8)
     with torch.no_grad():
         largest = net.eval()(x, "pets").abs().max().item()
     for scale, fits in ((0.9, True), (1.1, False)):
@@ -208,27 +200,15 @@ def test_large_logits_may_differ_more(net, images, tmp_path, monkeypatch):
 def test_writing_onnx_says_what_to_install(net, tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfituneError, match=rf"need the package {package}, .*: pip install 'confitune\[export\]'"):
-        export_onnx(net, "pets", tmp_path / "pets.onnx", size=8)
-    export_torch(net, "pets", tmp_path / "pets.pt2", size=8)  # torch alone is enough
+        export_network(net, "pets", tmp_path / "pets.onnx", size=8)
+    export_network(net, "pets", tmp_path / "pets.pt2", size=8)  # torch alone is enough
 
 
 def test_running_onnx_says_what_to_install(net, images, tmp_path, monkeypatch):
-    export_onnx(net, "pets", tmp_path / "pets.onnx", size=8)
+    export_network(net, "pets", tmp_path / "pets.onnx", size=8)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ConfituneError, match=r"need the package onnxruntime, .*: pip install 'confitune\[export\]'"):
         check_export(tmp_path / "pets.onnx", net, "pets", images(2, 8))
-
-
-def test_weights_that_one_onnx_file_cannot_hold_are_refused_and_the_old_file_stays(net, tmp_path, monkeypatch):
-    path = tmp_path / "pets.onnx"
-    path.write_bytes(b"older")
-    monkeypatch.setattr(export, "_ONNX_LIMIT", 1000)  # the small network has 1004 bytes: 251 numbers
-    with pytest.raises(ConfituneError, match="at most 2 GB: write it with export_torch"):
-        export_onnx(net, "pets", path, size=8)
-    assert path.read_bytes() == b"older"
-    monkeypatch.setattr(export, "_ONNX_LIMIT", 1004)
-    export_onnx(net, "pets", path, size=8)
-    assert [found.name for found in tmp_path.iterdir()] == ["pets.onnx"]
 
 
 class AsksItsInput(nn.Module):
@@ -247,25 +227,23 @@ class AsksItsInput(nn.Module):
 def test_a_network_that_cannot_be_exported_is_named(trained, tmp_path, suffix):
     net = trained(AsksItsInput(), size=8)
     with pytest.raises(ConfituneError, match="cannot take AsksItsInput"):
-        FORMATS[suffix](net, "pets", tmp_path / f"pets{suffix}", size=8)
+        export_network(net, "pets", tmp_path / f"pets{suffix}", size=8)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_mistakes_are_explained(net, trained, images, tmp_path, suffix):
-    write, path = FORMATS[suffix], tmp_path / f"pets{suffix}"
+    path = tmp_path / f"pets{suffix}"
     with pytest.raises(ConfituneError, match=r"trained on images of \(8, 8\).* size=\(8, 8\), not \(16, 16\)"):
-        write(net, "pets", path, size=16)
+        export_network(net, "pets", path, size=16)
     with pytest.raises(ConfituneError, match="no task 'cars'"):
-        write(net, "cars", path, size=8)
-    with pytest.raises(ConfituneError, match=f"ends in {suffix}"):
-        write(net, "pets", tmp_path / "pets.pth", size=8)
+        export_network(net, "cars", path, size=8)
+    with pytest.raises(ConfituneError, match=r"neither an \.onnx nor a \.pt2 file"):
+        export_network(net, "pets", tmp_path / "pets.pth", size=8)
     with pytest.raises(ConfituneError, match=r"does not run on images of \(2, 2\)"):
-        write(trained(AsksItsInput(), [Norms()], size=8), "pets", path, size=2)
-    with pytest.raises(ConfituneError, match="no file"):
+        export_network(trained(AsksItsInput(), [Norms()], size=8), "pets", path, size=2)
+    with pytest.raises(ConfituneError, match="does not run"):
         check_export(path, net, "pets", images(2, 8))
     path.write_bytes(b"no model")
     with pytest.raises(ConfituneError, match=rf"pets{suffix} does not run"):
         check_export(path, net, "pets", images(2, 8))
-    with pytest.raises(ConfituneError, match=r"neither an \.onnx nor a \.pt2 file"):
-        check_export(tmp_path / "pets.pth", net, "pets", images(2, 8))

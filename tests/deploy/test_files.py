@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from confitune.deploy import BundleError
-from confitune.deploy.files import TensorFiles
-from confitune.deploy.format import StoredFile, file_name
+from confitune.deploy.format import StoredFile, TensorFiles, file_name
 
 
 def test_tensors_come_back_as_they_were_stored(tmp_path, real):

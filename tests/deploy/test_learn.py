@@ -19,7 +19,7 @@ from confitune.deploy.format import Checked
 from confitune.deploy.held_out import decode_kept, keep_some
 from confitune.engine import DivergedError, TaskFit
 from confitune.tasks import DataMissingError, Images
-from deploy.shared import answers
+from deploy.shared import answers, checks
 from deploy.shared import contents_and_times as contents
 
 learning = importlib.import_module("confitune.deploy.learn")  # the package has a function of that name
@@ -147,7 +147,7 @@ def what_it_learned(path):
     bundle = Bundle.open(path)
     files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.suffix != ".lock")
     records = {task: record.model_copy(update={"learned": ""}) for task, record in bundle.tasks.items()}
-    return files, records, dict(bundle.accuracy), bundle.history, bundle.lineage
+    return files, records, dict(bundle.accuracy), checks(path), bundle.lineage
 
 
 def same(first, second):
@@ -407,8 +407,8 @@ def test_the_report_is_what_can_be_measured(teach, photos, tmp_path):
             bundle._commit([Checked(after=task, accuracy={"reds": 12.5})])
         recorded.append(12.5)
     assert list(changes) == ["reds", "stripes"]
-    assert changes["stripes"].before == bundle.history[1].accuracy["stripes"]
-    assert [check.after for check in bundle.history] == ["reds", "stripes", "stripes", "greens", "greens"]
+    assert changes["stripes"].before == checks(path)[1][1]["stripes"]
+    assert [after for after, _ in checks(path)] == ["reds", "stripes", "stripes", "greens", "greens"]
     assert bundle.record("reds").accuracy == first.accuracy  # stays what it was when it was learned
 
 
@@ -440,7 +440,7 @@ def test_nothing_is_kept_when_nothing_is_asked_for(taught, teach):
     assert len(list((path / "held-out").iterdir())) == 1
     later = teach("greens", path, epochs=1)
     assert [change.task for change in later.changes] == ["reds"]
-    assert set(Bundle.open(path).history[-1].accuracy) == {"reds", "greens"}
+    assert set(checks(path)[-1][1]) == {"reds", "greens"}
 
 
 def test_fewer_are_kept_classes_in_turn(taught, teach):

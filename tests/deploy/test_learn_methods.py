@@ -8,15 +8,12 @@ import torch
 
 from confitune.deploy import Bundle, BundleError, Predictor, TaskRecord
 from confitune.deploy.folding import folded
-from confitune.deploy.format import EMPTY, chained, head_from_bytes, head_to_bytes
 from confitune.methods import METHODS, create_method
 from confitune.nn import NoBatchNormError
-from deploy.conftest import TASKS
 from deploy.shared import NETWORK, answers, backbone_of, edited
 
 learning = importlib.import_module("confitune.deploy.learn")  # the package has a function of that name
 
-OLD_FIELDS = {"model", "means", "mean", "std", "size", "weights", "weights_sha256"}
 TOO_MUCH = ("ewc", "si", "rwalk", "mas", "afec", "single-task", "joint")
 
 
@@ -142,7 +139,6 @@ def test_a_record_that_names_no_method_of_ours_is_refused_and_nothing_runs(taugh
         ({"method": "bn-only"}, "the shared weights are those of another network|must have shape"),
         ({"method": "best"}, "the shared weights are those of another network"),
         ({"variance": "ratio"}, r"bundle\.json is damaged, or no bundle's"),
-        ({"keep_pretrained": True}, "is of confitune 0.1's 'best', which is gone: learn its tasks into a new bundle"),
     ],
 )
 def test_a_record_that_does_not_belong_to_the_files_is_refused(taught, network, message):
@@ -208,34 +204,3 @@ def test_a_network_of_linear_layers_that_the_file_cannot_hold_is_not_built(real,
     monkeypatch.setattr("confitune.deploy.loading.build_model", lambda name: pytest.fail("memory was taken"))
     with pytest.raises(BundleError, match="bytes cannot be the weights of vit_giant_patch14_224: they take 4"):
         bundle.load_network()
-
-
-# ---- bundles from before ---------------------------------------------------------------------------------------------
-
-
-def as_before(path):
-    """The bundle's files as they were written when a record named no method and a task said nothing of its parts."""
-    lines = []
-    for line in (path / "index.jsonl").read_bytes().splitlines():
-        event = json.loads(line)
-        event.get("record", {}).pop("only_head", None)
-        lines.append(json.dumps(event).encode() + b"\n")
-    (path / "index.jsonl").write_bytes(b"".join(lines))
-    (path / "bundle.before.json").unlink()
-    edited(path / "bundle.json", index_bytes=sum(map(len, lines)), index_chain=chained(EMPTY, lines))
-    assert b"only_head" not in (path / "index.jsonl").read_bytes()
-    assert json.loads((path / "bundle.json").read_bytes())["network"].keys() == OLD_FIELDS
-    return path
-
-
-def test_a_bundle_from_before_answers_and_learns_on(taught, taught_once, teach):
-    path = as_before(taught(2))
-    assert all(torch.equal(logits, answers(taught_once[2])[task]) for task, logits in answers(path).items())
-    bundle = Bundle.open(path)
-    assert (bundle.network.method, bundle.network.options) == ("confit", {})
-    assert bundle.network.learner().parts()[0].kind == "XconvNorms(window, running)"
-    teach(TASKS[2], path)
-    assert all(torch.equal(logits, answers(taught_once[3])[task]) for task, logits in answers(path).items())
-    data = (path / "bundle.json").read_bytes()
-    assert json.loads(data)["network"].keys() == OLD_FIELDS
-    assert head_to_bytes(head_from_bytes(data, "here")) == data

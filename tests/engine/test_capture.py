@@ -60,7 +60,7 @@ def test_execution_says_what_may_change_the_last_bits(options, device, text):
 
 
 def test_the_result_says_how_it_was_computed(make_run, sequence):
-    result = make_run("linear-probe", epochs=1, tasks=sequence.first(1), deterministic=True).run()
+    result = make_run("linear-probe", epochs=1, tasks=sequence[:1], deterministic=True).run()
     assert result.execution == "fp32, eager, deterministic"
 
 
@@ -236,7 +236,7 @@ def test_each_kind_of_step_is_compiled_for_itself(make_run, sequence, monkeypatc
         return forward
 
     monkeypatch.setattr("confitune.engine.capture._compiled", compiled)
-    make_run(tasks=sequence.first(1), epochs=5, step="compile", statistics="pass").run()
+    make_run(tasks=sequence[:1], epochs=5, step="compile", statistics="pass").run()
     stages = [{(False, False, True)}, {(False, True, True)}, {(True, True, True)}]
     assert made == [*stages, {(True, True, False)}]  # the last is the pass
 

@@ -1,84 +1,57 @@
-"""A checkpoint under a true checksum can still ask for more than it holds."""
+"""What a checkpoint's file says comes back, and nothing more than it holds."""
 
-import io
-import zipfile
+import json
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from confitune.engine.checkpoint import data_of, require_same_config, values_of
 from confitune.errors import ConfituneError
 
 
-def repacked(archive, compression=zipfile.ZIP_STORED, pickled=None):
-    """The archive again, with another pickle in it where one is given."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(archive)) as packed, zipfile.ZipFile(out, "w", compression) as again:
-        for name in packed.namelist():
-            changed = pickled is not None and name.endswith("data.pkl")
-            again.writestr(name, pickled if changed else packed.read(name))
-    return out.getvalue()
-
-
 def test_values_come_back():
-    values = {"a": torch.arange(3), "b": {"c": [1, 2.5, None, "d", (True,)]}, "e": torch.zeros(2, 2)[:, 0]}
+    conv = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    twice = torch.ones(2)
+    values = {
+        "a": torch.arange(3),
+        "b": {"c": [1, 2.5, None, "d", (True,)], 0: {"momentum": twice}},
+        "e": torch.zeros(2, 2)[:, 0],
+        "f": [twice, torch.tensor(2.0), torch.zeros(0)],
+        "conv": conv,
+    }
     found = values_of(data_of(values))
-    assert found["b"] == values["b"]
+    assert found["b"]["c"] == values["b"]["c"]
+    assert torch.equal(found["b"][0]["momentum"], twice)
     assert torch.equal(found["a"], values["a"])
     assert torch.equal(found["e"], values["e"])
-    assert values_of(repacked(data_of(values)))["b"] == values["b"]
+    assert [tensor.tolist() for tensor in found["f"]] == [[1.0, 1.0], 2.0, []]
+    assert torch.equal(found["conv"], conv)
+    assert found["conv"].stride() == conv.stride()  # sums over it are taken in the same order
 
 
-def test_nothing_compressed_is_unpacked(monkeypatch):
-    bomb = repacked(data_of({"a": torch.zeros(100_000)}), zipfile.ZIP_DEFLATED)
-    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was read"))
-    with pytest.raises(ValueError, match="its parts are larger than the file"):
-        values_of(bomb)
+def test_a_number_that_is_none_comes_back():
+    (found,) = values_of(data_of({"matrix": [float("nan")]}))["matrix"]
+    assert found != found
 
 
 @pytest.mark.parametrize(
-    ("pickled", "why"),
-    [
-        (b"\x80\x02cbuiltins\nbytearray\n\x8a\x06\0\0\0\0\0\x01\x85R.", "it asks for 'builtins bytearray'"),
-        (b"\x80\x02cposix\nsystem\nX\x02\0\0\0ls\x85R.", "it asks for 'posix system'"),
-        (b"\x80\x04\x8c\x05posix\x8c\x06system\x93.", "in another way"),
-    ],
+    "text",
+    [{"tensor": "1"}, {"import": ["os"]}, {"dict": [1]}, {"dict": [], "tuple": []}, {"channels last": "0"}, [[[{}]]]],
 )
-def test_only_tensors_and_plain_values_are_built(pickled, why, monkeypatch):
-    data = repacked(data_of({"a": torch.zeros(3)}), pickled=pickled)
-    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was read"))
-    with pytest.raises(ValueError, match=why):
-        values_of(data)
-
-
-def test_few_values_cannot_stand_for_many():
-    laughs = ["ha"] * 10
-    for _ in range(12):
-        laughs = [laughs] * 10
-    with pytest.raises(ValueError, match="more values than a checkpoint has"):
-        values_of(data_of({"config": laughs}))
-    deep = []
-    for _ in range(100):
-        deep = [deep]
-    with pytest.raises(ValueError, match="more values than a checkpoint has"):
-        values_of(data_of({"config": deep}))
+def test_what_names_nothing_is_refused(text):
+    with pytest.raises((KeyError, ValueError, TypeError, RuntimeError)):
+        dict(values_of(json.dumps(text).encode() + b"\n" + save({"0": torch.zeros(2)})))
 
 
 def test_a_tensor_is_no_larger_than_what_is_stored_of_it():
-    with pytest.raises(ValueError, match="larger than what is stored of it"):
-        values_of(data_of({"net": {"w": torch.zeros(1).expand(2**40)}}))
+    data = data_of({"net": torch.zeros(4)})
+    with pytest.raises(Exception, match=r"(?i)tensor|offset|header"):
+        values_of(data.replace(b'"shape":[4]', b'"shape":[9]'))
 
 
-def test_only_named_values_are_a_checkpoint():
-    with pytest.raises(ValueError, match="it holds list"):
-        values_of(data_of([1]))
-
-
-def test_whatever_a_configuration_holds_can_be_compared_and_shown(tmp_path):
-    laughs = ["ha"] * 10
-    for _ in range(12):
-        laughs = [laughs] * 10
-    for value in (torch.zeros(3), laughs, "x" * 10**6):
+def test_whatever_a_configuration_holds_can_be_shown(tmp_path):
+    for value in ([["ha"] * 1000] * 1000, "x" * 10**6):
         with pytest.raises(ConfituneError, match="lr was ") as caught:
             require_same_config({"lr": value}, {"lr": 0.1}, tmp_path)
-        assert len(str(caught.value)) < 200_000
+        assert len(str(caught.value)) < 2000

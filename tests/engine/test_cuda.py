@@ -134,7 +134,7 @@ def test_captured_steps_give_the_same_bits_in_bf16(ran, name):
 def test_captured_training_agrees_with_the_cpu(ran, sequence, monkeypatch):
     """Not to the bit, but to what float32 sums in another order differ by."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    options = {"method": "confit", "tasks": sequence.first(1)}
+    options = {"method": "confit", "tasks": sequence[:1]}
     run, _ = ran(step="graph", **options)
     cpu, _ = ran(device="cpu", **options)
     wanted = tensors(cpu.net)
@@ -580,7 +580,7 @@ def test_a_loss_that_is_not_finite_in_a_late_epoch_is_named(make_net, make_task,
 @pytest.mark.parametrize(("precision", "most"), [("fp32", 1e-4), ("bf16", 2e-2)])
 def test_compiled_steps_agree_with_kernel_by_kernel(ran, make_net, sequence, monkeypatch, precision, most):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # ten bits would hide what is compared
-    options = {"method": "confit", "tasks": sequence.first(1), "precision": precision, "lr": 0.01}
+    options = {"method": "confit", "tasks": sequence[:1], "precision": precision, "lr": 0.01}
     start = make_net("confit").backbone[0].weight.detach()
     (eager, _), (compiled, result) = (ran(step=step, **options) for step in ("eager", "compile"))
     assert result.execution == f"{precision}, compile, deterministic"

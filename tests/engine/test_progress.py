@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 from confitune.engine import EpochEnd, LiveProgress
-from confitune.engine.progress import _TimeLeft
 
 
 def console(terminal):
@@ -66,7 +65,6 @@ def test_a_terminal_shows_task_stage_epoch_loss_and_accuracy():
     assert "epoch 3/5" in last
     assert "loss 0.125" in last
     assert "accuracy so far 81.0%" in last
-    assert re.search(r"\d:\d\d left", last)
 
 
 @pytest.mark.parametrize("method", ["confit", "joint", "single-task"])
@@ -114,19 +112,3 @@ def test_a_label_with_brackets_is_printed_as_it_is(terminal):
     progress.task_ended(0, [50.0])
     progress.close()
     assert "folder:/data/[a]/[/b] confit" in shown(out)
-
-
-def test_time_left_counts_only_what_this_process_did(monkeypatch):
-    """Resumed at task 2 of 3: one epoch took 10 s, so the 9 left take 90 s; what came before is no basis."""
-    now = [100.0]
-    monkeypatch.setattr("confitune.engine.progress.time.monotonic", lambda: now[0])
-    progress = LiveProgress(console(terminal=True), "run")
-    progress.run_started("confit", ["a", "b", "c"], 5, 1)
-    progress.task_started(1, "b", 0)
-    now[0] += 10
-    progress.epoch_ended(end(1, 0))
-    (task,) = progress._bar.tasks
-    assert (task.completed, task.total) == (6, 15)
-    assert task.fields["left"] == pytest.approx(90)
-    assert _TimeLeft().render(task).plain == "1:30 left"
-    progress.close()

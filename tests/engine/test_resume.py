@@ -268,7 +268,7 @@ def test_a_whole_file_that_is_no_checkpoint_is_named(runs, tmp_path):
     path = tmp_path / "killed" / "checkpoint.pt"
     path.parent.mkdir()
     sealed(path, {"weights": torch.zeros(3)})
-    with pytest.raises(ConfituneError, match="cannot be read") as caught:
+    with pytest.raises(ConfituneError, match="no checkpoint of this version") as caught:
         runs("killed").resume()
     assert str(path) in str(caught.value)
 
@@ -280,7 +280,7 @@ def test_a_checkpoint_cannot_run_code(runs, tmp_path):
 
     (tmp_path / "killed").mkdir()
     sealed(tmp_path / "killed" / "checkpoint.pt", {"config": Trap()})
-    with pytest.raises(ConfituneError, match="cannot be read"):
+    with pytest.raises(ConfituneError, match="no checkpoint of this version"):
         runs("killed").resume()
     assert not (tmp_path / "sprung").exists()
 
@@ -322,7 +322,7 @@ def test_diverging_in_the_first_task(make_run):
 
 def test_diverging_in_the_very_last_step(make_run, sequence):
     """The loss before the step is finite and no later one is computed; the network is ruined all the same."""
-    run = make_run("finetune", lr=1e38, weight_decay=1e10, epochs=1, batch_size=48, tasks=sequence.first(1))
+    run = make_run("finetune", lr=1e38, weight_decay=1e10, epochs=1, batch_size=48, tasks=sequence[:1])
     with pytest.raises(ConfituneError, match=r"task 'dark' became 1\.\d+, its weights infinite in epoch 1"):
         run.run()
 

@@ -53,7 +53,7 @@ def test_finetune_is_sgd_on_the_cross_entropy(make_fit, make_method, make_net, s
     backbone = copy.deepcopy(net.backbone).to(memory_format=torch.channels_last)
     recorder, events = batch_recorder(), Events()
     method = make_method("finetune", recorder)
-    for index, task in enumerate(sequence.first(2)):
+    for index, task in enumerate(sequence[:2]):
         recorder.inputs.clear()
         recorder.labels.clear()
         fitting = make_fit(net, task, method, settings, events)

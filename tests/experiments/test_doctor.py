@@ -131,32 +131,8 @@ def test_damage_in_a_bundle_is_named_and_nothing_is_removed(photos, part):
     assert examine(photos / "model").findings == []
 
 
-def test_damaged_decoded_images_are_decoded_again(photos):
-    (pixels,) = (photos / "store").glob("*.u8")
-    assert examine(photos / "store").findings == []
-    flip(pixels)
-    (finding,) = examine(photos / "store", repair=True).findings
-    assert finding.problem == f"{pixels} is damaged"
-    assert not pixels.exists()
-    assert not pixels.with_suffix(".json").exists()
-
-
-def test_what_a_killed_process_left_of_decoded_images_is_swept_away(tmp_path):
-    store = "folder-birds-clean-0123456789abcdef0123"
-    half, header = tmp_path / f"{store}.{'a' * 32}.partial", tmp_path / f"{store}.json"
-    others = [tmp_path / "notes.json", tmp_path / "mine.partial", tmp_path / f"{store}.lock"]
-    for path in (half, header, *others):
-        path.touch()
-    with exclusive(tmp_path / f"{store}.lock", lambda: None), pytest.raises(ConfituneError, match="no decoded images"):
-        examine(tmp_path, repair=True)  # someone is decoding
-    found = examine(tmp_path, repair=True)
-    assert found.kind == "image store"
-    assert [finding.problem.split(" is left")[0] for finding in found.findings] == [str(half), str(header)]
-    assert sorted(tmp_path.iterdir()) == sorted(others)
-
-
 def test_other_folders_are_refused(tmp_path):
-    with pytest.raises(ConfituneError, match="holds no bundle, no runs and no decoded images"):
+    with pytest.raises(ConfituneError, match="holds no bundle and no runs"):
         examine(tmp_path)
     with pytest.raises(ConfituneError, match="there is no folder"):
         examine(tmp_path / "none")

@@ -115,7 +115,7 @@ def test_a_wrong_name_is_refused_with_the_recipe():
     for name, said in (
         ("photos:1+digit", "did you mean 'digits'"),
         ("photos:1+photos", "twice"),
-        ("photos:x", "are no tasks"),
+        ("photos:x", "Tasks are written as"),
     ):
         with pytest.raises(ConfituneError, match=said):
             make_recipe({"dataset": name})

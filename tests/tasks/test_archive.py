@@ -92,7 +92,7 @@ def test_a_folder_comes_out_as_it_went_in(home: Path, ending: str) -> None:
 
 def test_another_checksum_is_said_before_the_archive_is_opened(home: Path, refused, monkeypatch) -> None:
     path = tar(home / "set.tgz", file("set/a.jpg"))
-    monkeypatch.setattr(archives, "_checked", lambda *_: pytest.fail("it was opened"))
+    monkeypatch.setattr(archives, "_extract", lambda *_: pytest.fail("it was opened"))
     assert "is not what was published (its MD5 is not 0000)" in refused(path, md5="0000")
 
 
@@ -104,57 +104,30 @@ def test_what_is_there_is_not_touched(home: Path) -> None:
     assert not list((home / "set").iterdir())
 
 
-OUTSIDE = [
-    "/tmp/evil",
-    "../canary",
-    "set/../../canary",
-    "set/..",
-    "C:\\evil",
-    "C:/evil",
-    "set\\..\\evil",
-    "set/a\nb",
-    "",
-]
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_names_that_lead_out_of_a_tar(home: Path, refused, name: str) -> None:
-    assert "is no place below it" in refused(tar(home / "set.tgz", file("set/a.jpg"), file(name)))
-
-
-@pytest.mark.parametrize("name", OUTSIDE[:-1])
-def test_names_that_lead_out_of_a_zip(home: Path, refused, name: str) -> None:
-    assert "is no place below it" in refused(zipped(home / "set.zip", file("set/a.jpg"), file(name)))
-
-
-@pytest.mark.parametrize("name", ["../out", "/tmp/evil"])
-def test_folders_that_lead_out(home: Path, refused, name: str) -> None:
-    assert "is no place below it" in refused(tar(home / "set.tgz", special(name, tarfile.DIRTYPE)))
-    assert "is no place below it" in refused(zipped(home / "set.zip", file(f"{name}/", b"")))
-
-
 @pytest.mark.parametrize(
     "entry",
     [
+        file("../canary"),
+        file("set/../../canary"),
+        special("../out", tarfile.DIRTYPE),
         special("set/link", tarfile.SYMTYPE, "../../canary"),
-        special("set/link", tarfile.SYMTYPE, "a.jpg"),
         special("set/link", tarfile.LNKTYPE, "../canary"),
         special("set/device", tarfile.CHRTYPE),
-        special("set/disk", tarfile.BLKTYPE),
         special("set/pipe", tarfile.FIFOTYPE),
-        special("set/holes", tarfile.GNUTYPE_SPARSE),
     ],
-    ids=lambda entry: f"{entry.name} {entry.type!r}",
 )
-def test_links_devices_and_pipes(home: Path, refused, entry: tarfile.TarInfo) -> None:
-    said = refused(tar(home / "set.tgz", file("set/a.jpg"), entry, file("set/link/b.jpg")))
-    assert "neither a file nor a folder" in said or "damaged" in said
+def test_what_leads_out_of_a_tar_or_is_no_file(home: Path, refused, entry: Entry) -> None:
+    refused(tar(home / "set.tgz", file("set/a.jpg"), entry))
 
 
-def test_a_link_in_a_zip(home: Path, refused) -> None:
+def test_names_that_lead_out_of_a_zip_lead_nowhere(home: Path) -> None:
     link = zipfile.ZipInfo("set/link")
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
-    assert "neither a file nor a folder" in refused(zipped(home / "set.zip", (link, b"../../canary")))
+    path = zipped(home / "set.zip", file("set/a.jpg"), file("../canary"), file("/set/b"), (link, b"../../canary"))
+    unpack(path, home / "set")
+    assert (home.parent / "canary").read_text() == "sings"
+    assert not (home / "set/link").is_symlink()
+    assert sorted(entry.name for entry in home.iterdir()) == ["set", "set.zip"]
 
 
 def test_bombs(home: Path, refused) -> None:
@@ -176,23 +149,8 @@ def test_a_tar_that_says_a_file_is_huge(home: Path, refused) -> None:
     refused(home / "set.tar")
 
 
-@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
-def test_a_header_that_fills_the_memory(home: Path, refused, kind: bytes) -> None:
-    info = tarfile.TarInfo("header")
-    info.type, info.size = kind, 2**40
-    (home / "set.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + b"\0" * 4096)
-    assert "has a header of" in refused(home / "set.tar")
-
-
-def test_too_many_files(home: Path, refused, monkeypatch) -> None:
-    monkeypatch.setattr(archives, "MOST_MEMBERS", 10)
-    assert "more than 10 files" in refused(tar(home / "set.tgz", *(file(f"set/{n}") for n in range(11))))
-
-
-def test_one_name_for_two_things(home: Path, refused) -> None:
-    assert "holds 'set/a' twice" in refused(tar(home / "set.tgz", file("set/a"), file("set/a", b"other")))
-    assert "is damaged" in refused(tar(home / "set.tgz", file("set/a"), file("set/a/b")))
-    assert "is damaged" in refused(tar(home / "set.tgz", file("set/a/b"), file("set/a")))
+def test_one_name_for_a_file_and_a_folder(home: Path, refused) -> None:
+    assert "cannot be unpacked" in refused(tar(home / "set.tgz", file("set/a"), file("set/a/b")))
 
 
 def test_damaged_archives(home: Path, refused) -> None:
@@ -203,7 +161,7 @@ def test_damaged_archives(home: Path, refused) -> None:
     packed = zipped(home / "set.zip", file("set/a", bytes(range(256)) * 100)).read_bytes()
     for changed in (packed[:100], packed[:-1], packed[:40] + b"\xff" + packed[41:]):
         (home / "set.zip").write_bytes(changed)
-        assert "is damaged" in refused(home / "set.zip")
+        assert "cannot be unpacked" in refused(home / "set.zip")
 
 
 def test_an_archive_of_something_else(home: Path, refused) -> None:

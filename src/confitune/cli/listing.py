@@ -98,7 +98,7 @@ def options_command() -> None:
 
 @app.command(name="doctor")
 def doctor_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a bundle, a folder of runs, or one of decoded images")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a bundle, or a folder of runs")],
     repair: Annotated[
         bool, Option("--repair", help="mend what can be mended; a damaged bundle goes back to before its last change")
     ] = False,

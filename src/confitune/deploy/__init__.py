@@ -1,7 +1,7 @@
 """A net becomes a bundle, a predictor, a file for another runtime, a server."""
 
 from confitune.deploy.bundle import Bundle
-from confitune.deploy.export import check_export, export_bundle, export_onnx, export_torch
+from confitune.deploy.export import check_export, export_bundle, export_network
 from confitune.deploy.folding import folded
 from confitune.deploy.format import BundleError, TaskRecord
 from confitune.deploy.held_out import Change, Checks, check_tasks
@@ -22,8 +22,7 @@ __all__ = [
     "check_export",
     "check_tasks",
     "export_bundle",
-    "export_onnx",
-    "export_torch",
+    "export_network",
     "folded",
     "image_files",
     "learn",

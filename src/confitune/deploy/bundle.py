@@ -15,10 +15,8 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from confitune.deploy.files import TensorFiles, foreign_files, own_files
 from confitune.deploy.format import (
     BACKBONES,
-    BEFORE,
     HEAD,
     HELD_OUT,
     TASKS,
@@ -34,10 +32,13 @@ from confitune.deploy.format import (
     Renamed,
     StoredFile,
     TaskRecord,
+    TensorFiles,
     check_name,
     file_name,
+    foreign_files,
+    own_files,
 )
-from confitune.deploy.journal import State, alone, commit, damage_before, is_bundle, read_head, read_state, write_head
+from confitune.deploy.journal import State, alone, commit, is_bundle, read_head, read_state, write_head
 from confitune.deploy.loading import load_network, load_task
 from confitune.errors import ConfituneError
 from confitune.files import sync_folder
@@ -90,17 +91,12 @@ class Bundle:
     @property
     def tasks(self) -> Mapping[str, TaskRecord]:
         """By name, in the order in which they were added."""
-        return self._state.tasks
+        return MappingProxyType(self._state.tasks)
 
     @property
     def accuracy(self) -> Mapping[str, float]:
         """Of each task on its held-out images when it was last checked, in percent."""
         return MappingProxyType(self._state.accuracy)
-
-    @property
-    def history(self) -> Sequence[Checked]:
-        """Every check so far."""
-        return tuple(self._state.history)
 
     @property
     def last_task(self) -> str:
@@ -182,7 +178,7 @@ class Bundle:
                 self._renew()
             elif len(list((self.path / TASKS).glob("*.safetensors"))) > 1:  # a first task that broke off leaves one
                 raise BundleError(f"{self.path} holds tasks but no {HEAD}: restore it from a copy")
-            if (self.path / UNFINISHED).exists() or self._state.untidy:
+            if (self.path / UNFINISHED).exists():
                 self.sweep()
             yield
             (self.path / UNFINISHED).unlink(missing_ok=True)
@@ -287,18 +283,11 @@ class Bundle:
 
     def leftovers(self) -> list[Path]:
         """Files of a change that did not come to its commit; `sweep` deletes them, and so does the next change."""
-        needs, kept = self._state.needs, self._state.kept
-        return [self.path / name for name in own_files(self.path) if not (needs(name) or name in kept)]
-
-    def damage_before(self) -> str | None:
-        """What is damaged of that which is kept only to go back; the bundle itself does not need it."""
-        return damage_before(self.path, self._files, self._state)
+        known = self._state.needed() | self._state.kept
+        return [self.path / name for name in own_files(self.path) if name not in known]
 
     def sweep(self) -> None:
-        """Delete leftovers, and what is kept to go back if it is damaged; for use within `changing`."""
-        if self.damage_before() is not None:
-            (self.path / BEFORE).unlink(missing_ok=True)
-            self._state.kept, self._state.untidy = set(), False
+        """Delete leftovers; for use within `changing`."""
         for path in self.leftovers():
             path.unlink()
 

@@ -35,101 +35,82 @@ from confitune.tasks import CROP, Preprocess
 
 METADATA = "metadata.json"  # the file inside a .pt2 that holds what an ONNX file has in its metadata_props
 _TOLERANCE = 1e-4
-_ONNX_LIMIT = 2**31 - 2**20  # bytes: a protocol buffer ends at 2 GB, and the graph needs a little, too
 _ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
 _COMPARED = 10  # images
 
 
-def export_onnx(
-    net: ContinualNet,
-    task: str,
-    path: str | Path,
-    *,
-    size: int | Size,
-    preprocess: Preprocess | None = None,
-    opset: int | None = None,
+def export_network(
+    net: ContinualNet, task: str, path: Path, *, size: int | Size, preprocess: Preprocess | None = None
 ) -> None:
-    """Write one task of `net`, folded, as a single ONNX file with weights and metadata inside.
+    """Write one task of `net`, folded, as a single file with weights and metadata inside.
+
+    `torch.export.load(path).module()` runs a .pt2 file; with `extra_files={"metadata.json": ""}` it puts the metadata's
+    text there.
 
     Args:
-        path: ends in .onnx; folders are made.
+        path: ends in .onnx or .pt2; folders are made.
         size: of the images, (height, width) or one number for both.
         preprocess: how images become network input; its mean, std, resize and crop are written into the metadata.
-        opset: version of ONNX's operators (default: torch's choice).
     """
-    path = _checked_path(path, ".onnx")
-    onnx = _optional("onnx")
-    _optional("onnxscript")  # torch's exporter is built on it
+    if path.suffix not in _ENDINGS.values():
+        raise ConfituneError(f"{path} is neither an .onnx nor a .pt2 file")
+    path.parent.mkdir(parents=True, exist_ok=True)
     module, example, metadata = _ready(net, task, size, preprocess)
-    held = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-    if held > _ONNX_LIMIT:
-        raise ConfituneError(
-            f"the weights of this network take {held / 2**30:.1f} GB and one ONNX file holds at most 2 GB: "
-            "write it with export_torch, which has no such limit"
-        )
-    with _quiet(), _explained("ONNX", net):
-        program = torch.onnx.export(
-            module,
-            (example,),
-            dynamo=True,
-            verbose=False,
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
-            opset_version=opset,
-            external_data=False,
-        )
-        assert program is not None
-        model: Any = program.model_proto
-    got = next(used.version for used in model.opset_import if used.domain == "")
-    if opset is not None and got != opset:
-        raise ConfituneError(f"torch cannot write this network in opset {opset}, but in {got}: leave opset out")
+    to_onnx = path.suffix == ".onnx"
+    if to_onnx:
+        _optional("onnx")
+        _optional("onnxscript")  # torch's exporter is built on it
+    with _quiet():
+        try:
+            data = _onnx(module, example, metadata) if to_onnx else _pt2(module, example, metadata)
+        except Exception as error:
+            first = str(error).strip().partition("\n")[0]
+            raise ConfituneError(f"{path.suffix} cannot take {type(net.backbone).__name__}: {first}") from error
+    write_whole(path, lambda out: out.write(data))
+
+
+def _onnx(module: nn.Module, example: Tensor, metadata: dict[str, object]) -> bytes:
+    program = torch.onnx.export(
+        module,
+        (example,),
+        dynamo=True,
+        verbose=False,
+        input_names=["images"],
+        output_names=["logits"],
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        external_data=False,
+    )
+    assert program is not None
+    model: Any = program.model_proto
     for node in model.graph.node:
         node.ClearField("metadata_props")  # stack traces, with the paths of source files
     # ONNX keeps text alone: the task's name as it is, lists and numbers as JSON.
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
-    onnx.helper.set_model_props(model, texts)
-    write_whole(path, lambda out: out.write(model.SerializeToString()))
+    _optional("onnx").helper.set_model_props(model, texts)
+    data: bytes = model.SerializeToString()
+    return data
 
 
-def export_torch(
-    net: ContinualNet,
-    task: str,
-    path: str | Path,
-    *,
-    size: int | Size,
-    preprocess: Preprocess | None = None,
-) -> None:
-    """Write one task of `net`, folded, as an exported program that `torch.export.load(path).module()` runs.
-
-    Metadata is the file `metadata.json` in it: `torch.export.load(path, extra_files=files)` with
-    `files = {"metadata.json": ""}` puts its text there.
-
-    Args:
-        path: ends in .pt2; folders are made.
-        size: see `export_onnx`; likewise `preprocess`.
-    """
-    path = _checked_path(path, ".pt2")
-    module, example, metadata = _ready(net, task, size, preprocess)
-    with _quiet(), _explained("torch.export", net):
-        program = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+def _pt2(module: nn.Module, example: Tensor, metadata: dict[str, object]) -> bytes:
+    program = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # has the paths of source files
-    with _quiet():
-        write_whole(path, lambda out: torch.export.save(program, out, extra_files={METADATA: json.dumps(metadata)}))
+    out = io.BytesIO()
+    torch.export.save(program, out, extra_files={METADATA: json.dumps(metadata)})
+    return out.getvalue()
 
 
-def check_export(path: str | Path, net: ContinualNet, task: str, images: Tensor) -> float:
+def check_export(path: Path, net: ContinualNet, task: str, images: Tensor) -> float:
     """The largest absolute difference between the logits of an exported file and those of the network.
 
     Raises a `ConfituneError` where it is above 1e-4 (times the largest logit, where that is above 1). The network is
     asked on the CPU in float32, as the file is run.
 
     Args:
-        path: what `export_onnx` or `export_torch` wrote.
+        path: what `export_network` wrote.
         images: a batch as the backbone takes them.
     """
-    path, images = Path(path), images.detach().to("cpu", torch.float32)
+    images = images.detach().to("cpu", torch.float32)
     with torch.no_grad():
         expected = copied_to_cpu(net)(images, task)
     found = _logits(path, images)
@@ -144,7 +125,7 @@ def check_export(path: str | Path, net: ContinualNet, task: str, images: Tensor)
         raise ConfituneError(
             f"{path} and task {task!r} of the network differ by up to {largest:.2g} in their logits ({allowed:.2g} is "
             "rounding): if the network was trained on since, or this is another one, export it again; otherwise try "
-            "another opset, or another version of torch or onnxruntime"
+            "another version of torch or onnxruntime"
         )
     return largest
 
@@ -156,14 +137,14 @@ def export_bundle(path: Path, task: str, to: str = "onnx", out: Path | None = No
         to: 'onnx' or 'torch-export'.
         out: the file; default: the task's name in the current folder.
     """
-    if to not in _ENDINGS:
-        raise BundleError(f"cannot export to {to!r}: there are {', '.join(_ENDINGS)}")
+    if to not in _ENDINGS or (out is not None and out.suffix != _ENDINGS[to]):
+        kinds = " and ".join(f"{kind} (to a file that ends in {ending})" for kind, ending in _ENDINGS.items())
+        raise BundleError(f"cannot export to {to!r}, {out}: there are {kinds}")
     bundle = Bundle.open(path)
     predictor = Predictor(bundle, device="cpu")
     net = predictor.network_for(task)
     out = out or Path(re.sub(r"[^\w-]+", "_", task) + _ENDINGS[to])
-    write = export_onnx if to == "onnx" else export_torch
-    write(net, task, out, size=bundle.network.size, preprocess=predictor.preprocess)
+    export_network(net, task, out, size=bundle.network.size, preprocess=predictor.preprocess)
     kept = bundle.held_out(task)
     if kept is not None and len(kept["labels"]):
         images = torch.stack(decode_kept(kept, task)[:_COMPARED])
@@ -213,14 +194,6 @@ def _ready(
     return _Images(module).eval(), example, metadata
 
 
-def _checked_path(path: str | Path, suffix: str) -> Path:
-    path = Path(path)
-    if path.suffix != suffix:
-        raise ConfituneError(f"{path} would hold a {suffix} file: give it a name that ends in {suffix}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
 def _optional(package: str) -> Any:
     try:
         return importlib.import_module(package)
@@ -232,10 +205,6 @@ def _optional(package: str) -> Any:
 
 def _logits(path: Path, images: Tensor) -> Tensor:
     """Run an exported file."""
-    if path.suffix not in (".onnx", ".pt2"):
-        raise ConfituneError(f"{path} is neither an .onnx nor a .pt2 file")
-    if not path.is_file():
-        raise ConfituneError(f"no file {path}")
     runtime = _optional("onnxruntime") if path.suffix == ".onnx" else None
     try:
         with torch.no_grad(), _quiet():
@@ -248,15 +217,6 @@ def _logits(path: Path, images: Tensor) -> Tensor:
             return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
     except Exception as error:
         raise ConfituneError(f"{path} does not run on images of shape {tuple(images.shape)}: {error}") from error
-
-
-@contextmanager
-def _explained(what: str, net: ContinualNet) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        raise ConfituneError(f"{what} cannot take {type(net.backbone).__name__}: {first}") from error
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What the files of a bundle hold, and what they are called.
+"""What the files of a bundle hold, what they are called, and how tensors are written to them and read.
 
     bundle.json          the head: network, preprocessing, the backbone's file, how far the index counts
     bundle.before.json   the head before the last change; every file that it needs is still there
@@ -18,21 +18,32 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_serializer
+import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from safetensors.torch import load, save
+from torch import Tensor
 
 from confitune.errors import ConfituneError
-from confitune.files import checksum_of
+from confitune.files import checksum_of, write_whole
 from confitune.methods import METHODS, Method, create_method
 
-FORMAT = 1
+FORMAT = 2
 HEAD, BEFORE, INDEX = "bundle.json", "bundle.before.json", "index.jsonl"
 LOCK, UNFINISHED = ".lock", ".unfinished"
-BACKBONES, TASKS, HELD_OUT = "backbones", "tasks", "held-out"
+BACKBONES, TASKS, HELD_OUT = _FOLDERS = ("backbones", "tasks", "held-out")
 NAME_LENGTH = 100
+_FOLDER = f"({'|'.join(_FOLDERS)})/"
+_OWN = re.compile(
+    rf"{_FOLDER}[0-9a-f]{{64}}\.safetensors|({_FOLDER})?([0-9a-f]{{64}}|bundle|bundle\.before)\.[0-9a-f]{{32}}\.partial"
+)
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_KINDS = {*_FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool}
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, Field(min_length=1, max_length=NAME_LENGTH)]
@@ -108,10 +119,7 @@ _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="o
 
 
 class Network(_Record):
-    """What the network is, and what its inputs must look like.
-
-    What is at its default is not written: a bundle from before there was such a field stays, byte for byte, what it is.
-    """
+    """What the network is, and what its inputs must look like."""
 
     model: str
     means: Literal["window", "phase"]
@@ -133,17 +141,11 @@ class Network(_Record):
         own = {name: value for name, value in of_network.items() if name in kind.Options.model_fields}
         return create_method(self.method, {self.method: {**own, **self.options}})
 
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, handler: Callable[[Network], dict[str, Any]]) -> dict[str, Any]:
-        fields = type(self).model_fields
-        usual = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
-        return {name: value for name, value in handler(self).items() if value != usual[name]}
-
 
 class Head(_Record):
     """What counts of a bundle's files."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     network: Network
     backbone: StoredFile
     lineage: Sha256 = Field(description="of all backbones up to this one")
@@ -200,13 +202,14 @@ def head_from_bytes(data: bytes, where: str) -> Head:
     try:
         values = json.loads(data)
         checksum = values.pop("checksum")
-        known = values.get("format")
-        if isinstance(known, int) and known > FORMAT:
-            raise BundleError(f"{where} was written by a newer confitune (format {known}); upgrade confitune")
+        found = values.get("format")
+        if isinstance(found, int) and found != FORMAT:
+            raise BundleError(
+                f"{where} was written by another version of confitune (format {found}, not {FORMAT}): use that one, or "
+                "learn its tasks into a new bundle"
+            )
         if checksum != checksum_of(values):
             raise DamagedError(f"{where} is damaged: its checksum does not fit; restore it from a copy")
-        if "keep_pretrained" in values["network"]:
-            raise BundleError(f"{where} is of confitune 0.1's 'best', which is gone: learn its tasks into a new bundle")
         return Head.model_validate(values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{where} is damaged, or no bundle's: {_brief(error)}; restore it from a copy") from error
@@ -227,3 +230,74 @@ def event_from_line(line: bytes, where: str) -> Event:
 
 def _brief(error: Exception) -> str:
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+def own_files(path: Path) -> list[str]:
+    """Files with names that only a bundle gives: stored tensors, and files that were not finished."""
+    return [name for name in _names_in(path) if _OWN.fullmatch(name)]
+
+
+def foreign_files(path: Path) -> list[str]:
+    """What is in a folder that no bundle writes."""
+    usual = {LOCK, UNFINISHED, INDEX, *_FOLDERS}
+    return [name for name in _names_in(path) if name not in usual and not _OWN.fullmatch(name)]
+
+
+def _names_in(path: Path) -> list[str]:
+    found = [*path.glob("*"), *(entry for folder in _FOLDERS for entry in (path / folder).glob("*"))]
+    return sorted(entry.relative_to(path).as_posix() for entry in found)
+
+
+class TensorFiles:
+    """Files of tensors in a bundle. Each is compared with its hash when it is first needed, and with its size always.
+
+    Args:
+        root: the bundle's folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._whole: set[str] = set()  # names of files that were compared
+
+    def store(self, folder: str, tensors: Mapping[str, Tensor], about: Mapping[str, object]) -> StoredFile:
+        """Write tensors to `<sha256>.safetensors`; the same ones again are not written again.
+
+        Args:
+            about: goes into the file's own metadata, so that it can be read without the bundle.
+        """
+        # One entry: safetensors writes several in an order of its own each time, and the same would not be one file.
+        metadata = {"confitune": json.dumps(about, sort_keys=True)}
+        data = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, metadata)
+        stored = StoredFile(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+        path = self._root / file_name(folder, stored)
+        if not (path.exists() and path.stat().st_size == stored.bytes):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, lambda out: out.write(data))
+        return stored
+
+    def check(self, folder: str, stored: StoredFile) -> bytes:
+        """The file as it was stored; raises if it is not that."""
+        name = file_name(folder, stored)
+        path = self._root / name
+        try:
+            size = path.stat().st_size
+            if size != stored.bytes:
+                raise DamagedError(f"{path} is damaged: {size} bytes, not {stored.bytes}; restore it from a copy")
+            data = path.read_bytes()
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read: {error}; restore it from a copy") from error
+        if name not in self._whole and hashlib.sha256(data).hexdigest() != stored.sha256:
+            raise DamagedError(f"{path} is damaged: its hash is not its name; restore it from a copy")
+        self._whole.add(name)
+        return data
+
+    def read(self, folder: str, stored: StoredFile) -> dict[str, Tensor]:
+        """The tensors that `store` wrote."""
+        data, path = self.check(folder, stored), self._root / file_name(folder, stored)
+        try:
+            tensors = load(data)
+        except Exception as error:  # whatever a file can be that only its hash vouches for
+            raise BundleError(f"{path} holds no tensors: {error}") from error
+        if not {tensor.dtype for tensor in tensors.values()} <= _KINDS:
+            raise BundleError(f"{path} holds tensors of a kind that no bundle has")
+        return tensors

@@ -5,19 +5,15 @@ The rename of a new head is the commit; see `format.py` for the files.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 
-from confitune.deploy.files import TensorFiles
 from confitune.deploy.format import (
     BACKBONES,
     BEFORE,
@@ -27,7 +23,6 @@ from confitune.deploy.format import (
     LOCK,
     Added,
     BundleError,
-    Checked,
     DamagedError,
     Event,
     Head,
@@ -36,6 +31,7 @@ from confitune.deploy.format import (
     Renamed,
     StoredFile,
     TaskRecord,
+    TensorFiles,
     chained,
     event_from_line,
     event_to_line,
@@ -53,7 +49,7 @@ _versions = cache(versions)
 
 @dataclass
 class State:
-    """Tasks, how good they are, which files they need. No event takes longer where there are more tasks.
+    """Tasks, how good they are, which files they need.
 
     >>> state, record = State(), TaskRecord(classes=("a", "b"), file={"sha256": "0" * 64, "bytes": 1})
     >>> for event in (Added(task="a", record=record), Added(task="b", record=record), Renamed(task="a", to="one")):
@@ -63,65 +59,43 @@ class State:
 
     Attributes:
         head: None before the first task.
+        tasks: by name, in the order in which they were added; one that is renamed keeps its place.
         accuracy: of each task on its held-out images when it was last checked, in percent.
-        history: every check so far.
         kept: names of files that only the state before the last change needs.
-        untidy: what that state needs is not known, because its head is damaged.
     """
 
     head: Head | None = None
+    tasks: dict[str, TaskRecord] = field(default_factory=dict)
     accuracy: dict[str, float] = field(default_factory=dict)
-    history: list[Checked] = field(default_factory=list)
     kept: set[str] = field(default_factory=set)
-    untidy: bool = False
-    _tasks: dict[str, TaskRecord] = field(default_factory=dict)
-    _places: dict[str, int] = field(default_factory=dict)  # which one it was of all that were ever added
-    _added: int = 0
-    _in_order: bool = True
-    _needed: Counter[str] = field(default_factory=Counter)  # by how many tasks, by the file's name in the bundle
 
-    @property
-    def tasks(self) -> MappingProxyType[str, TaskRecord]:
-        """By name, in the order in which they were added; one that is renamed keeps its place."""
-        if not self._in_order:  # sorted here, once, and not for every event
-            self._tasks = {task: self._tasks[task] for task in sorted(self._tasks, key=self._places.__getitem__)}
-            self._in_order = True
-        return MappingProxyType(self._tasks)
-
-    def needs(self, name: str) -> bool:
-        """Whether the bundle needs the file of this name now."""
-        return name in self._needed or (self.head is not None and name == file_name(BACKBONES, self.head.backbone))
+    def needed(self) -> set[str]:
+        """Names of the files that the bundle needs now."""
+        names = {file_name(*file) for record in self.tasks.values() for file in files_of(record)}
+        return names if self.head is None else {*names, file_name(BACKBONES, self.head.backbone)}
 
     def happened(self, event: Event) -> list[str]:
         """Take an event in; gives the names of files that a removed task had."""
-        gone: list[str] = []
         if isinstance(event, Added):
             self._require_new(event.task)
-            self._tasks[event.task] = event.record
-            self._places[event.task] = self._added = self._added + 1
-            self._needed.update(file_name(*file) for file in files_of(event.record))
+            self.tasks[event.task] = event.record
         elif isinstance(event, Removed):
-            gone = [file_name(*file) for file in files_of(self._tasks.pop(event.task))]
-            del self._places[event.task]
+            gone = self.tasks.pop(event.task)
             self.accuracy.pop(event.task, None)
-            for name in gone:
-                self._needed[name] -= 1
-                if not self._needed[name]:
-                    del self._needed[name]
+            return [file_name(*file) for file in files_of(gone)]
         elif isinstance(event, Renamed):
             self._require_new(event.to)
-            self._tasks[event.to] = self._tasks.pop(event.task)
-            self._places[event.to] = self._places.pop(event.task)
-            self._in_order = False
+            record, names = self.tasks[event.task], list(self.tasks)
+            names[names.index(event.task)] = event.to
+            self.tasks = {name: self.tasks.get(name, record) for name in names}
             if event.task in self.accuracy:
                 self.accuracy[event.to] = self.accuracy.pop(event.task)
         else:
-            self.history.append(event)
             self.accuracy |= event.accuracy
-        return gone
+        return []
 
     def _require_new(self, task: str) -> None:
-        if task in self._tasks:
+        if task in self.tasks:
             raise ValueError(f"there is a task {task!r} already")
 
 
@@ -157,26 +131,17 @@ def read_state(path: Path, files: TensorFiles) -> tuple[State, str | None]:
                 if read_head(path / HEAD) != head:
                     continue  # it was changed twice meanwhile, and what the head named is gone
             try:
-                return state_before(path, files), str(error)
+                return _read(path, files, read_head(path / BEFORE)), str(error)
             except BundleError:
                 raise error from None
 
 
-def state_before(path: Path, files: TensorFiles) -> State:
-    """What the bundle was before the last change."""
-    return _read(path, files, read_head(path / BEFORE))
-
-
 def _newest(path: Path, files: TensorFiles, head: Head) -> State:
-    before, untidy = None, False
+    before = None
     if (path / BEFORE).exists():
-        try:
+        with suppress(DamagedError):
             before = read_head(path / BEFORE)
-        except DamagedError:
-            untidy = True
-    state = _read(path, files, head, before)
-    state.untidy = untidy
-    return state
+    return _read(path, files, head, before)
 
 
 def _read(path: Path, files: TensorFiles, head: Head, before: Head | None = None) -> State:
@@ -192,48 +157,21 @@ def _read(path: Path, files: TensorFiles, head: Head, before: Head | None = None
         raise DamagedError(f"{index} is damaged: it is not what {HEAD} says; restore it from a copy")
     state, gone, place = State(head), list[str](), 0
     start = head.index_bytes if before is None else before.index_bytes
-    with _no_collection():
-        for number, line in enumerate(lines, 1):
-            where = f"{index}, line {number},"
-            try:
-                removed = state.happened(event_from_line(line, where))
-            except KeyError as error:
-                raise DamagedError(f"{where} is damaged: there is no task {error}; restore it from a copy") from error
-            except ValueError as error:
-                raise DamagedError(f"{where} is damaged: {error}; restore it from a copy") from error
-            gone += removed if place >= start else []
-            place += len(line)
+    for number, line in enumerate(lines, 1):
+        where = f"{index}, line {number},"
+        try:
+            removed = state.happened(event_from_line(line, where))
+        except KeyError as error:
+            raise DamagedError(f"{where} is damaged: there is no task {error}; restore it from a copy") from error
+        except ValueError as error:
+            raise DamagedError(f"{where} is damaged: {error}; restore it from a copy") from error
+        gone += removed if place >= start else []
+        place += len(line)
     files.check(BACKBONES, head.backbone)
     if before is not None:
         gone.append(file_name(BACKBONES, before.backbone))
-    state.kept = {name for name in gone if not state.needs(name)}
+    state.kept = set(gone) - state.needed()
     return state
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Half of the time that ten thousand tasks take would go into looking for garbage, of which there is none."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-def damage_before(path: Path, files: TensorFiles, state: State) -> str | None:
-    """What is damaged of that which only the state before the last change needs; None where nothing is."""
-    if state.head is None or not (path / BEFORE).exists():
-        return None
-    try:
-        for record in state_before(path, files).tasks.values():
-            for folder, stored in files_of(record):
-                if file_name(folder, stored) in state.kept:
-                    files.check(folder, stored)
-    except DamagedError as error:
-        return str(error)
-    return None
 
 
 @contextmanager
@@ -268,17 +206,17 @@ def commit(
     gone = [name for event in events for name in state.happened(event)]
     if old is None:
         return
-    kept = {name for name in (*gone, file_name(BACKBONES, old.backbone)) if not state.needs(name)}
+    needed = state.needed()
+    kept = {*gone, file_name(BACKBONES, old.backbone)} - needed
     try:
         write_head(path / BEFORE, old)
     except OSError as error:  # the change itself has been made, so it must not be said to have failed
         state.kept |= kept
         _log.warning("%s cannot be written: %s. It stays what it was", path / BEFORE, error)
         return
-    unneeded, state.kept = state.kept - kept, kept
+    unneeded, state.kept = state.kept - kept - needed, kept
     for name in unneeded:
-        if not state.needs(name):
-            (path / name).unlink(missing_ok=True)
+        (path / name).unlink(missing_ok=True)
 
 
 def write_head(path: Path, head: Head) -> None:

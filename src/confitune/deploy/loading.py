@@ -61,12 +61,8 @@ def check_declared(state: Mapping[str, Tensor], size: int) -> None:
     if image.shape != (2,) or image.tolist() != [size, size]:
         said = image.tolist() if image.numel() < 5 else "very many"
         raise BundleError(f"it says that it was learned from images of {said} pixels, not {size}")
-    sizes = {key: tensor for key, tensor in state.items() if key.endswith(".input_size")}
-    _check_planes([tensor[:2] for tensor in sizes.values() if tensor.shape == (3,)], size)
-
-
-def _check_planes(planes: list[Tensor], size: int) -> None:
+    planes = [tensor for key, tensor in state.items() if key.endswith(".input_size") and tensor.shape == (3,)]
     for plane in planes:
-        least, most = plane.double().aminmax()  # whatever kind of numbers they are
+        least, most = plane[:2].double().aminmax()  # whatever kind of numbers they are
         if least < 0 or most > _INSIDE * size:
             raise BundleError(f"it says that a layer reads planes which no image of {size} pixels leads to")

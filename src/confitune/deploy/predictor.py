@@ -89,15 +89,7 @@ class Predictor:
     @classmethod
     def from_bundle(cls, path: Path | str, **options: Any) -> Predictor:
         """The predictor of the bundle in a folder; options are those of the class."""
-        bundle = Bundle.open(path)
-        try:
-            return cls(bundle, **options)
-        except BundleError:
-            newer = Bundle.open(path)
-            if newer.lineage == bundle.lineage:
-                raise
-            # Two tasks were learned in between, and the backbone before them is gone.
-            return cls(newer, **options)
+        return cls(Bundle.open(path), **options)
 
     def decode(self, source: bytes | Path, name: str = "image") -> Tensor:
         """An image's pixels [3, 224, 224] as bytes; one that cannot be read raises `UnreadableImageError`."""

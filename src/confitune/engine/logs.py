@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -88,19 +88,14 @@ def _append(path: Path, values: Sequence[object]) -> None:
 
 
 def _keep(path: Path, columns: Sequence[str], keep: Callable[[dict[str, str]], bool]) -> None:
+    """Write the log anew with the lines that are to be kept; a process that was killed may have left half a line."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns)
     writer.writeheader()
-    for row in _rows(path):
-        # A process that was killed may have left half a line.
-        with suppress(ValueError):
-            if set(row) == set(columns) and None not in row.values() and keep(row):
-                writer.writerow(row)
+    lines = path.read_text("utf-8", "replace").replace("\0", "").splitlines() if path.exists() else []
+    with suppress(csv.Error):
+        for row in csv.DictReader(lines):
+            with suppress(ValueError):
+                if set(row) == set(columns) and None not in row.values() and keep(row):
+                    writer.writerow(row)
     write_whole(path, lambda file: file.write(text.getvalue().encode()))
-
-
-def _rows(path: Path) -> Iterator[dict[str, str]]:
-    """The lines of a log, up to one that is no CSV."""
-    if path.exists():
-        with path.open(newline="", encoding="utf-8", errors="replace") as file, suppress(csv.Error):
-            yield from csv.DictReader(line.replace("\0", "") for line in file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,20 +10,12 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.text import Text
 
 from confitune.engine.events import EpochEnd, Listener
-
-
-class _TimeLeft(ProgressColumn):
-    def render(self, task):  # type: ignore[no-untyped-def]
-        left = task.fields.get("left")
-        return Text("" if left is None else f"{int(left) // 60}:{int(left) % 60:02d} left", style="cyan")
 
 
 def progress_board(console: Console) -> Progress:
@@ -33,7 +24,7 @@ def progress_board(console: Console) -> Progress:
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         TextColumn("{task.fields[status]}"),
-        _TimeLeft(),
+        TimeRemainingColumn(),
         console=console,
         transient=True,
     )
@@ -72,12 +63,11 @@ class LiveProgress(Listener):
         """Show the bar."""
         self._tasks, self._epochs = list(tasks), epochs
         self._stage, self._loss, self._average = "", float("nan"), float("nan")
-        self._task, self._epoch, self._begun = first_task, 0, time.monotonic()
-        self._done_before: float | None = None
+        self._task, self._epoch = first_task, 0
         if not self._live:
             return
         self._bar = self._board or progress_board(self._console)
-        self._line = self._bar.add_task(self._label, total=len(tasks) * epochs, status="", left=None)
+        self._line = self._bar.add_task(self._label, total=len(tasks) * epochs, status="")
         self._bar.start()
 
     def task_started(self, task: int, name: str, first_epoch: int) -> None:
@@ -129,15 +119,10 @@ class LiveProgress(Listener):
         if not self._bar:
             return
         done = self._task * self._epochs + self._epoch + share_of_epoch
-        total = len(self._tasks) * self._epochs
-        if self._done_before is None:
-            self._done_before = done
-        new, spent = done - self._done_before, time.monotonic() - self._begun
-        left = spent / new * (total - done) if new > 0.5 else None
         epoch = min(self._epoch + 1, self._epochs)
         status = f"task {self._task + 1}/{len(self._tasks)}  {self._stage:<10} epoch {epoch}/{self._epochs}"
         if self._loss == self._loss:
             status += f"  loss {self._loss:.3f}"
         if self._average == self._average:
             status += f"  accuracy so far {self._average:.1f}%"
-        self._bar.update(self._line, completed=done, status=status, left=left)
+        self._bar.update(self._line, completed=done, status=status)

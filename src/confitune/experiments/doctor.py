@@ -13,7 +13,6 @@ from confitune.engine import BEFORE, CHECKPOINT, RunResult, has_checksum
 from confitune.errors import ConfituneError
 from confitune.experiments.job import LOCK, RESULT
 from confitune.files import DamagedFileError, is_free, read_sealed
-from confitune.tasks import damaged_stores, store_leftovers, stores_in
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Finding:
 class Examination:
     """What was found in a folder."""
 
-    kind: str  # 'bundle', 'runs' or 'image store'
+    kind: str  # 'bundle' or 'runs'
     contents: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
@@ -42,7 +41,7 @@ def examine(folder: Path, repair: bool = False) -> Examination:
     """Read everything below a folder and compare it with its checksums.
 
     Args:
-        folder: a bundle, a folder that `run`, `tune` or `reproduce` wrote, or one of decoded images.
+        folder: a bundle, or a folder that `run`, `tune` or `reproduce` wrote.
         repair: do what the findings' remedies say. Nothing that is whole is ever removed, but for what belongs to a
             change of a bundle that did not end, or that is undone because of damage.
     """
@@ -53,9 +52,7 @@ def examine(folder: Path, repair: bool = False) -> Examination:
     runs = sorted({path.parent for name in (RESULT, CHECKPOINT, BEFORE) for path in folder.rglob(name)})
     if runs:
         return _examine_runs(folder, runs, repair)
-    if stores_in(folder) or store_leftovers(folder):
-        return _examine_store(folder, repair)
-    raise ConfituneError(f"{folder} holds no bundle, no runs and no decoded images")
+    raise ConfituneError(f"{folder} holds no bundle and no runs")
 
 
 def _examine_bundle(folder: Path, repair: bool) -> Examination:
@@ -88,10 +85,6 @@ def _examine_bundle(folder: Path, repair: bool) -> Examination:
             found.findings.append(Finding(f"task {task!r}: {error}"))
     if bundle.damage is not None:  # what is left over shows when it is mended
         return found
-    if (damage := bundle.damage_before()) is not None:
-        found.findings.append(
-            Finding(f"what is kept to go back is damaged: {damage}", "deleted; the next change keeps anew")
-        )
     for path in bundle.leftovers():
         found.findings.append(Finding(f"{path} is left from a change that broke off", "deleted"))
     if repair and found.findings:
@@ -153,18 +146,3 @@ def _sealed(path: Path) -> bool:
     except DamagedFileError:
         return False
     return True
-
-
-def _examine_store(folder: Path, repair: bool) -> Examination:
-    found = Examination("image store")
-    found.contents += [f"{path.name}: {path.stat().st_size / 1e6:,.0f} MB" for path in stores_in(folder)]
-    for path in damaged_stores(folder):
-        found.findings.append(Finding(f"{path} is damaged", "deleted; its images are decoded again when needed"))
-        if repair:
-            path.with_suffix(".json").unlink(missing_ok=True)  # first: it says that the pixels are complete
-            path.unlink()
-    for path in store_leftovers(folder):
-        found.findings.append(Finding(f"{path} is left from images that were not decoded to the end", "deleted"))
-        if repair:
-            path.unlink()
-    return found

@@ -6,7 +6,6 @@ from confitune.tasks.errors import DataError, DataMissingError, Progress, StoreE
 from confitune.tasks.load import load_folder_task, load_tasks
 from confitune.tasks.names import DATASETS, dataset_info, dataset_parts
 from confitune.tasks.sequence import TaskSequence
-from confitune.tasks.store import damaged_stores, store_leftovers, stores_in
 from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD, Images, Preprocess, Task
 
 __all__ = [
@@ -25,13 +24,10 @@ __all__ = [
     "Task",
     "TaskSequence",
     "UnreadableImageError",
-    "damaged_stores",
     "dataset_info",
     "dataset_parts",
     "is_image_name",
     "load_folder_task",
     "load_tasks",
     "open_rgb",
-    "store_leftovers",
-    "stores_in",
 ]

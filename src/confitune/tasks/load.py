@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,13 +70,11 @@ def load_tasks(
     pipelines = {part.key: _pipeline(part.info, pipeline, normalise) for part in parts}
     data = Path(os.path.expanduser(data_dir or _home("DATA", "data")))
 
-    def read(part: Part) -> _Source:
+    def read(part: Part) -> TaskSequence:
         if part.own:
             if order_seed or classes_per_task is not None:
                 raise DataError(f"{part.own} makes its tasks itself: leave order_seed and classes_per_task out")
-            own = part.own.load(normalise.mean, normalise.std, data)
-            label = _plain(Path(part.own.module).name.removesuffix(".py"))
-            return _Source(label, len(own), f"{part.own} has {len(own)} tasks", own.unused_classes, lambda: own)
+            return part.own.load(normalise.mean, normalise.std, data)
         images = READERS[part.info](Path(part.folder or data), download)
         number = len(images.classes)
         usual = part.info.classes_per_task or (number // 5 if number >= 10 else 2)
@@ -85,41 +83,33 @@ def load_tasks(
             groups, left = cut_into_tasks(class_order(number, order_seed), per_task)
         except DataError as error:
             raise DataError(f"{part.dataset}: {error}") from error
-        label = _folder_label(part.folder) if part.folder else part.dataset
+        pixels = _pixels(_label(part), images, pipelines[part.key], cache_dir, progress)
+        ready, digits = replace(normalise, resize=images.resize, crop=images.crop), len(str(len(groups)))
+        made = [_task(f"task{i:0{digits}}", images, group, pixels, ready) for i, group in enumerate(groups, 1)]
+        return TaskSequence(part.dataset, pipeline, tuple(made), tuple(images.classes[i] for i in left))
 
-        def make() -> list[Task]:
-            pixels = _pixels(label, images, pipelines[part.key], cache_dir, progress)
-            ready = replace(normalise, resize=images.resize, crop=images.crop)
-            digits = len(str(len(groups)))
-            return [_task(f"task{i:0{digits}}", images, group, pixels, ready) for i, group in enumerate(groups, 1)]
-
-        counted = f"{part.dataset} has {len(groups)} tasks of {per_task} classes"
-        return _Source(label, len(groups), counted, tuple(images.classes[i] for i in left), make)
-
-    sources: dict[str, _Source] = {}
-    chosen: list[tuple[str, int]] = []  # of each task: its source, and its place in it
+    joined = len(parts) > 1 or parts[0].tasks is not None
+    sources: dict[str, TaskSequence] = {}
+    labels: Counter[str] = Counter()
+    chosen: list[Task] = []
     for part in parts:
         if tasks is not None and 0 < tasks <= len(chosen):
             break
         if part.key not in sources:
-            sources[part.key] = read(part)
+            source = read(part)
+            labels[_label(part)] += 1  # datasets of the same label are numbered
+            prefix = _label(part) + (f"-{labels[_label(part)]}" if labels[_label(part)] > 1 else "")
+            named = (replace(task, name=f"{prefix}-{task.name}") for task in source)
+            sources[part.key] = replace(source, tasks=tuple(named)) if joined else source
         source = sources[part.key]
-        first, last = part.tasks or (1, source.count)
-        if last > source.count:
-            raise DataError(f"{source.counted}, so {part} is impossible; take tasks from 1 to {source.count}")
-        chosen += [(part.key, index) for index in range(first - 1, last)]
-    joined = len(parts) > 1 or parts[0].tasks is not None
+        first, last = part.tasks or (1, len(source))
+        if last > len(source):
+            raise DataError(f"{part.dataset} has {len(source)} tasks, so {part} is impossible")
+        chosen += source.tasks[first - 1 : last]
     if tasks is not None and not 1 <= tasks <= len(chosen):
-        counted = f"{name} has {len(chosen)} tasks" if joined else sources[parts[0].key].counted
-        raise DataError(f"{counted}, so tasks={tasks} is impossible; give a number from 1 to {len(chosen)}")
-    made = {key: source.make() for key, source in sources.items()}
-    labels: Counter[str] = Counter()
-    for key, source in sources.items() if joined else ():
-        labels[source.label] += 1  # datasets of the same label are numbered
-        prefix = source.label if labels[source.label] == 1 else f"{source.label}-{labels[source.label]}"
-        made[key] = [replace(task, name=f"{prefix}-{task.name}") for task in made[key]]
-    unused = tuple(left for source in sources.values() for left in source.unused)
-    return TaskSequence(name, pipeline, tuple(made[key][index] for key, index in chosen[:tasks]), unused)
+        raise DataError(f"{name} has {len(chosen)} tasks, so tasks={tasks} is impossible; give 1 to {len(chosen)}")
+    unused = tuple(left for source in sources.values() for left in source.unused_classes)
+    return TaskSequence(name, pipeline, tuple(chosen[:tasks]), unused)
 
 
 def load_folder_task(
@@ -146,17 +136,6 @@ def load_folder_task(
     images = read_folder(folder.expanduser())
     pixels = _pixels(_folder_label(folder), images, Pipeline(), cache_dir, progress)
     return _task(name, images, range(len(images.classes)), pixels, Preprocess.of_cut(mean, std, size))
-
-
-@dataclass(frozen=True, eq=False)
-class _Source:
-    """A dataset that was read and cut into tasks; `make` gives the tasks, decoding their images if need be."""
-
-    label: str  # short: stands in names of tasks and files
-    count: int  # of tasks
-    counted: str  # the same in words
-    unused: tuple[str, ...]
-    make: Callable[[], Sequence[Task]]
 
 
 def _pipeline(info: DatasetInfo, name: str, preprocess: Preprocess) -> Pipeline:
@@ -194,6 +173,13 @@ def _pixels(
         return images.pixels
     cache = (cache_dir or _home("CACHE", "store")).expanduser()
     return open_store(label, images.folder, images.files, pipeline, cache, progress)
+
+
+def _label(part: Part) -> str:
+    """Short and readable: stands in names of tasks and files."""
+    if part.own:
+        return _plain(Path(part.own.module).name.removesuffix(".py"))
+    return _folder_label(part.folder) if part.folder else part.dataset
 
 
 def _folder_label(folder: str | Path) -> str:

@@ -5,9 +5,8 @@
     dataset = a key of `DATASETS` | folder:PATH | FILE.py:FUNCTION | package.module:FUNCTION
     tasks   = N | N-M                  counted from 1, both ends included; without them: all
 
-A path can hold '+' and ':' itself. Where `folder:PATH` or `FILE.py:FUNCTION` stands alone, with tasks after it or
-without, and such a folder or file is there, it is meant. Everywhere else '+' separates parts, and what follows the last
-':' of a folder's part is its tasks if it looks like N or N-M, otherwise a piece of its path.
+What follows the last ':' is tasks if it looks like N or N-M, otherwise a piece of a path. A path that has a '+' itself
+can only stand alone.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
 
@@ -43,6 +43,7 @@ READERS: dict[DatasetInfo, Callable[[Path, bool], ImageSet]] = {  # called with 
 }
 DATASETS: Mapping[str, DatasetInfo] = MappingProxyType({info.name: info for info in READERS})
 FOLDER_PREFIX = "folder:"
+_ALL = (1, sys.maxsize)
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
@@ -81,17 +82,11 @@ class Part:
             return FOLDER
         if self.dataset in DATASETS:
             return DATASETS[self.dataset]
-        near = difflib.get_close_matches(self.dataset.lower(), DATASETS, n=1)
-        known = [f"{name}:PATH" if name == "folder" else name for name in (near or DATASETS)]
-        hint = f"did you mean {known[0]!r}?" if near else f"there are {', '.join(known)} and FILE.py:FUNCTION"
-        raise DataError(f"there is no dataset {self.dataset!r}; {hint}")
-
-    @property
-    def is_there(self) -> bool:
-        """Whether its path is that of a folder, or of a file of one's own."""
-        if self.folder is not None:
-            return os.path.isdir(self.folder)
-        return bool(self.own and self.own.path and os.path.isfile(self.own.path))
+        near = difflib.get_close_matches(self.dataset.lower().partition(":")[0], DATASETS, n=1)
+        known = ", ".join(f"{name}:PATH" if name == "folder" else name for name in DATASETS)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {known} and FILE.py:FUNCTION"
+        how = " Tasks are written as photos:2 or photos:1-3" if near and ":" in self.dataset else ""
+        raise DataError(f"there is no dataset {self.dataset!r}; {hint}{how}")
 
     @property
     def key(self) -> str:
@@ -112,33 +107,25 @@ def dataset_parts(name: str) -> tuple[Part, ...]:
 
     >>> [(part.dataset, part.tasks) for part in dataset_parts("photos:1-2+digits:4+cub200")]
     [('photos', (1, 2)), ('digits', (4, 4)), ('cub200', None)]
-    >>> dataset_parts("photos:1-3+digits+photos:3")
-    Traceback (most recent call last):
-    confitune.tasks.errors.DataError: 'photos:1-3+digits+photos:3' takes task 3 of photos twice (photos:1-3 and \
-photos:3); a task can be learned once in a sequence
     """
     try:
-        os.fsencode(name)
-    except UnicodeEncodeError as error:
-        raise DataError(f"the dataset {name!r} has a character that no name of a file has: {error}") from error
-    if "\0" in name:
-        raise DataError(f"the dataset {name!r} has a character of code 0, which no name has")
-    for dataset, tasks in ((name, ""), _cut_tasks(name)):
-        if Part(dataset).is_there:
-            return (Part(dataset, _numbers(tasks, name)),)
-    parts: list[Part] = []
-    for text in name.split("+"):
-        try:
-            parts.append(_part(text, name))
-        except DataError as error:
-            if not any(part.folder for part in parts):
-                raise
-            # What is no part may have been meant as the rest of a path.
-            whole = Part(name).folder
-            absent = "" if whole is None else f"there is no folder {whole}, and as parts joined by '+': "
-            raise DataError(f"{absent}{error} (a folder whose path has a '+' can only stand alone)") from error
-    _refuse_twice(parts, name)
-    return tuple(parts)
+        with suppress(OSError):
+            os.stat(name)
+    except ValueError as error:  # a character that no name of a file has
+        raise DataError(f"the dataset {name!r} cannot be looked for: {error}") from error
+    alone = _part(name)
+    path = alone.folder or (alone.own and alone.own.path)
+    if path and os.path.exists(path):
+        return (alone,)
+    parts = tuple(_part(text) for text in name.split("+"))
+    for part in parts:
+        if not part.own:  # which is looked for when it is needed
+            _ = part.info
+    for one, other in combinations(parts, 2):
+        (first, last), (start, end) = one.tasks or _ALL, other.tasks or _ALL
+        if one.key == other.key and first <= end and start <= last:
+            raise DataError(f"{name!r} takes tasks of {one.dataset} twice ({one} and {other})")
+    return parts
 
 
 def dataset_info(name: str) -> DatasetInfo:
@@ -169,56 +156,12 @@ def dataset_info(name: str) -> DatasetInfo:
     )
 
 
-def _part(text: str, name: str) -> Part:
-    if not text:
-        raise DataError(f"{name!r} has an empty part: write datasets with '+' between them, e.g. photos:1-2+digits:1")
-    dataset, tasks = _cut_tasks(text)
-    part, whole = Part(dataset), Part(text)
-    if tasks and whole.is_there:  # written alone, it would be this folder: it must not mean another here
-        raise DataError(
-            f"{text!r} can be tasks of {part.folder} or the folder {whole.folder}: write {dataset}/:{tasks} for the "
-            f"former, {text}:1-2 with the tasks to take for the latter"
-        )
-    if part.folder is None and not part.own:
-        dataset, colon, tasks = text.partition(":")
-        if dataset in DATASETS and colon and not _TASKS.fullmatch(tasks):
-            raise DataError(
-                f"{text!r}: {tasks!r} are no tasks of {dataset}: write one as {dataset}:2 or several as {dataset}:1-3, "
-                f"more of them as parts of their own, e.g. {dataset}:1-3+{dataset}:5"
-            )
-        part = Part(dataset)
-    if not part.own:  # which is looked for when it is needed
-        _ = part.info
-    return replace(part, tasks=_numbers(tasks, text))
-
-
-def _cut_tasks(text: str) -> tuple[str, str]:
-    """A dataset and the tasks that follow it, '' if there are none."""
-    dataset, colon, tasks = text.rpartition(":")
-    if colon and _TASKS.fullmatch(tasks) and dataset != "folder":  # folder:3 is a folder called 3
-        return dataset, tasks
-    return text, ""
-
-
-def _numbers(tasks: str, text: str) -> tuple[int, int] | None:
-    if not tasks:
-        return None
-    first, _, last = tasks.partition("-")
-    numbers = int(first), int(last or first)
-    if not 1 <= numbers[0] <= numbers[1]:
+def _part(text: str) -> Part:
+    dataset, _, tasks = text.rpartition(":")
+    numbers = _TASKS.fullmatch(tasks)
+    if not numbers or dataset in ("", "folder"):  # folder:3 is a folder called 3
+        return Part(text)
+    first, last = int(numbers[1]), int(numbers[2] or numbers[1])
+    if not 1 <= first <= last:
         raise DataError(f"{text!r}: tasks are counted from 1, the smaller number first, e.g. 2 or 1-3; got {tasks}")
-    return numbers
-
-
-def _refuse_twice(parts: Sequence[Part], name: str) -> None:
-    taken: dict[str, list[tuple[int, int, Part]]] = {}
-    for part in parts:
-        first, last = part.tasks or (1, sys.maxsize)
-        taken.setdefault(part.key, []).append((first, last, part))
-    for ranges in taken.values():
-        for (_, last, one), (first, _, other) in pairwise(sorted(ranges, key=lambda taking: taking[0])):
-            if first <= last:
-                raise DataError(
-                    f"{name!r} takes task {first} of {one.dataset} twice ({one} and {other}); a task can be learned "
-                    "once in a sequence"
-                )
+    return Part(dataset, (first, last))

@@ -6,7 +6,8 @@ folders (`load_tasks("folder:PATH", ...)`), which are kept in a memory-mapped st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,18 +36,17 @@ def task_from_dataset(
     if len(parts) not in (1, 2):
         raise DataError(f"task {name!r}: expected a dataset or a tuple (train, test), got {len(parts)} datasets")
     pixels, labels = zip(*(_read(part, name, progress) for part in parts), strict=True)
+    block = _alike(torch.cat, pixels, name)
     values = np.unique(labels[0])
     if strangers := sorted(set(labels[-1].tolist()) - set(values.tolist())):
         raise DataError(f"task {name!r}: the test set has labels that the training set lacks: {strangers}")
     names = _names(parts[0], values, name, class_names)
-    if _kind(pixels[-1][0]) != _kind(pixels[0][0]):
-        raise _different(name, "0 of the test set", pixels[0][0], pixels[-1][0])
     found = np.searchsorted(values, np.concatenate(labels))
     if len(parts) == 1:
-        block, splits = pixels[0], stratified_split(found, names, test_share=test_share, seed=seed)
+        splits = stratified_split(found, names, test_share=test_share, seed=seed)
     else:
         rows, count = np.arange(len(found), dtype=np.int64), len(labels[0])
-        block, splits = torch.cat(pixels), (rows[:count], rows[count:])
+        splits = rows[:count], rows[count:]
     train, test = (Images(block, torch.from_numpy(rows), torch.from_numpy(found[rows])) for rows in splits)
     return Task(name, names, train, test, preprocess)
 
@@ -68,12 +68,13 @@ def _read(dataset: Any, task: str, progress: Progress | None) -> tuple[Tensor, n
                 "a training and a test set go together as a tuple (train, test)"
             )
         images.append(_as_tensor(item[0], task, index))
-        if _kind(images[-1]) != _kind(images[0]):
-            raise _different(task, str(index), images[0], images[-1])
-        labels.append(_as_label(item[1], task, index))
+        try:
+            labels.append(operator.index(item[1]))
+        except TypeError:
+            raise DataError(f"task {task!r}: label {index} is {item[1]!r}; expected an integer") from None
         if progress is not None and ((index + 1) % 256 == 0 or index + 1 == count):
             progress(f"reading {task}", index + 1, count)
-    return torch.stack(images), np.array(labels, dtype=np.int64)
+    return _alike(torch.stack, images, task), np.array(labels, dtype=np.int64)
 
 
 def _as_tensor(image: Any, task: str, index: int) -> Tensor:
@@ -81,20 +82,13 @@ def _as_tensor(image: Any, task: str, index: int) -> Tensor:
         return torch.from_numpy(np.array(to_rgb(image))).permute(2, 0, 1).contiguous()
     got = type(image).__name__
     if isinstance(image, Tensor):
-        got, fits = _kind(image), image.dtype == torch.uint8 or image.is_floating_point()
+        got, fits = f"{image.dtype} {list(image.shape)}", image.dtype == torch.uint8 or image.is_floating_point()
         if fits and image.ndim == 3 and image.shape[0] in (1, 3):
             return image.detach().cpu().expand(3, -1, -1)
     raise DataError(
         f"task {task!r}: image {index} is {got}; expected a PIL image, or a uint8 or float tensor [C,H,W] "
         "with one or three channels (torchvision.transforms.ToTensor makes one)"
     )
-
-
-def _as_label(label: Any, task: str, index: int) -> int:
-    value = label.item() if hasattr(label, "item") and getattr(label, "ndim", 0) == 0 else label
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise DataError(f"task {task!r}: label {index} is {label!r}; expected an integer")
-    return value
 
 
 def _names(dataset: Any, values: np.ndarray, task: str, given: Sequence[str] | None) -> tuple[str, ...]:
@@ -110,12 +104,13 @@ def _names(dataset: Any, values: np.ndarray, task: str, given: Sequence[str] | N
     return tuple(str(value) for value in values)
 
 
-def _kind(image: Tensor) -> str:
-    return f"{image.dtype} {list(image.shape)}"
-
-
-def _different(task: str, which: str, first: Tensor, other: Tensor) -> DataError:
-    return DataError(
-        f"task {task!r}: image {which} is {_kind(other)}, the first one {_kind(first)}; give the datasets a transform "
-        "that makes all images alike, e.g. Compose([Resize(256), CenterCrop(224)])"
-    )
+def _alike(together: Callable[[list[Tensor]], Tensor], images: Sequence[Tensor], task: str) -> Tensor:
+    try:
+        if len({image.dtype for image in images}) > 1:
+            raise RuntimeError("some are bytes and some floats")
+        return together(list(images))
+    except RuntimeError as error:
+        raise DataError(
+            f"task {task!r}: {error}; give the datasets a transform that makes all images alike, e.g. "
+            "Compose([Resize(256), CenterCrop(224)])"
+        ) from error

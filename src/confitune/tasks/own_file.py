@@ -13,16 +13,13 @@ folder (a `Path`), and returns a `TaskSequence`. The text says where it is, so t
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import re
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from confitune.errors import ConfituneError
 from confitune.files import run_file
@@ -61,17 +58,16 @@ class OwnFile:
 
     def info(self) -> DatasetInfo:
         """What is known before it is loaded; the file is run for its BATCH_SIZE and EPOCHS, the function is not."""
-        module, _ = self._found()
-        defaults: dict[str, int] = {}
-        for name, least, default in (("BATCH_SIZE", 2, 32), ("EPOCHS", 1, 10)):
-            value = defaults[name.lower()] = getattr(module, name, default)
-            if type(value) is not int or value < least:
-                raise DataError(f"{name} of {self.module} is {value!r}; it must be a whole number from {least}")
-        return DatasetInfo(str(self), None, None, defaults["batch_size"], defaults["epochs"])
+        module = self._module()
+        batch_size, epochs = getattr(module, "BATCH_SIZE", 32), getattr(module, "EPOCHS", 10)
+        return DatasetInfo(str(self), None, None, batch_size, epochs)
 
     def load(self, mean: tuple[float, ...], std: tuple[float, ...], data_dir: Path) -> TaskSequence:
         """What the function returns."""
-        module, function = self._found()
+        module = self._module()
+        function = getattr(module, self.function, None)
+        if not callable(function):
+            raise DataError(f"{self.module} has no function {self.function!r}")
         try:
             tasks = function(mean=mean, std=std, data_dir=data_dir)
         except Exception as error:
@@ -83,23 +79,13 @@ class OwnFile:
             )
         return tasks
 
-    def _found(self) -> tuple[ModuleType, Callable[..., Any]]:
+    def _module(self) -> ModuleType:
+        if self.path is not None and not os.path.isfile(self.path):
+            raise DataMissingError(f"there is no file {self.module}; write FILE.py:FUNCTION with its path")
         try:
-            module = importlib.import_module(self.module) if self.path is None else run_file(self.path)
-        except FileNotFoundError as error:
-            raise DataMissingError(f"there is no file {self.module}; write FILE.py:FUNCTION with its path") from error
+            return importlib.import_module(self.module) if self.path is None else run_file(self.path)
         except Exception as error:
-            if isinstance(error, ModuleNotFoundError) and f"{self.module}.".startswith(f"{error.name}."):
-                raise DataMissingError(
-                    f"there is no dataset and no module {self.module!r}; for a file, write FILE.py:{self.function}"
-                ) from error
             raise _failed(self.module, error, self.path) from error
-        function = getattr(module, self.function, None)
-        if callable(function):
-            return module, function
-        near = difflib.get_close_matches(self.function, [n for n, value in vars(module).items() if callable(value)], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise DataError(f"{self.module} has no function {self.function!r}{hint}")
 
 
 def _failed(what: str, error: Exception, path: str | None) -> DataError:

@@ -56,28 +56,18 @@ class TaskSequence(Sequence[Task]):
             return replace(self, tasks=self.tasks[index])
         return self.tasks[index]
 
-    def first(self, n: int) -> TaskSequence:
-        """The first `n` tasks only, e.g. for a quick try."""
-        if not 1 <= n <= len(self):
-            raise DataError(f"{self.name!r} has {len(self)} tasks; cannot take the first {n}")
-        return self[:n]
-
     def require_joinable(self) -> None:
         """Refuse tasks that `joined` cannot make one of: one task has one size of stored images, and one preprocess."""
-        remedy = "leave the method joint out, or take tasks of datasets whose images are stored and preprocessed alike"
-        preprocess = {task.preprocess: task.name for task in reversed(self.tasks)}
-        if len(preprocess) > 1:
-            found = ", ".join(f"{name!r} by {how}" for how, name in reversed(preprocess.items()))
+        kinds = {
+            (task.preprocess, images.pixels.dtype, tuple(images.pixels.shape[1:]))
+            for task in self
+            for images in (task.train, task.test)
+        }
+        if len(kinds) > 1:
             raise DataError(
-                f"the tasks of {self.name!r} are preprocessed differently and cannot be joined: {found}; {remedy}"
+                f"the tasks of {self.name!r} are stored or preprocessed differently and cannot be joined: leave the "
+                "method joint out, or take tasks of datasets whose images are alike"
             )
-        for split in ([task.train for task in self], [task.test for task in self]):
-            kinds = {(images.pixels.dtype, tuple(images.pixels.shape[1:])) for images in split}
-            if len(kinds) > 1:
-                found = ", ".join(sorted(f"{dtype} {list(shape)}" for dtype, shape in kinds))
-                raise DataError(
-                    f"the tasks of {self.name!r} hold images of different kinds and cannot be joined: {found}; {remedy}"
-                )
 
     def joined(self) -> TaskSequence:
         """All tasks as one, with all classes and all data (joint training, the upper bound).

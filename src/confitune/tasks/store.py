@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,13 +22,12 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from confitune.files import exclusive, is_free, write_whole
+from confitune.files import exclusive, write_whole
 from confitune.tasks.decode import CROP, Box, Pipeline, open_rgb
 from confitune.tasks.errors import Progress, StoreError, UnreadableImageError
 
 FORMAT = 1  # raise when the file's layout or the decoding changes, so that older stores are not read
 CHECKED_BYTES = 256 * 2**20
-_UNFINISHED = re.compile(r"(?P<store>.+-(clean|published)-[0-9a-f]{20})(\.[0-9a-f]{32}\.partial|\.json)")
 CHUNK = 128  # images decoded between two writes: enough to keep all cores busy, little memory
 
 
@@ -108,44 +106,15 @@ def _key(folder: Path, files: Sequence[ImageFile], pipeline: Pipeline) -> str:
 def _read(place: Path, shape: tuple[int, ...]) -> Tensor | None:
     """The store's images, or None where there is no complete and undamaged store."""
     pixels, size = _beside(place, ".u8"), math.prod(shape)
-    if not _whole(pixels, shape, checksum=size < CHECKED_BYTES):
+    try:
+        header = json.loads(_beside(place, ".json").read_text())
+        if header["shape"] != list(shape) or pixels.stat().st_size != size:
+            return None
+        if size < CHECKED_BYTES and _checksum(pixels) != header["blake2b"]:
+            return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return torch.from_file(str(pixels), shared=False, size=size, dtype=torch.uint8).view(shape)
-
-
-def stores_in(cache: Path) -> list[Path]:
-    """The stores in a folder, by the file of their pixels, whole or not."""
-    return sorted(cache.glob("*.u8"))
-
-
-def damaged_stores(cache: Path) -> list[Path]:
-    """Those that are not what was written; `open_store` would build them again."""
-    return [path for path in stores_in(cache) if is_free(path.with_suffix(".lock")) and not _whole(path)]
-
-
-def store_leftovers(cache: Path) -> list[Path]:
-    """Files of stores that were not finished, whose process is gone: it would still hold the store's lock."""
-    left = []
-    for path in sorted(cache.iterdir()):
-        if name := _UNFINISHED.fullmatch(path.name):
-            finished = path.suffix == ".json" and path.with_suffix(".u8").exists()
-            if not finished and is_free(cache / f"{name['store']}.lock"):
-                left.append(path)
-    return left
-
-
-def _whole(pixels: Path, shape: tuple[int, ...] | None = None, checksum: bool = True) -> bool:
-    """Whether a store is what its header says, of this shape where one is given."""
-    try:
-        header = json.loads(pixels.with_suffix(".json").read_text())
-        found = header["shape"]
-        if found != list(shape) if shape is not None else not all(type(side) is int for side in found):
-            return False
-        if pixels.stat().st_size != math.prod(found):
-            return False
-        return not checksum or bool(_checksum(pixels) == header["blake2b"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
 
 
 def _checksum(path: Path) -> str:

@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torchvision.transforms.functional import center_crop
 
 from confitune.tasks.decode import CROP
 from confitune.tasks.errors import DataError
@@ -49,15 +50,6 @@ class Preprocess:
         """For images that were cut to `CROP` pixels square: resized where the network takes another size."""
         return cls(tuple(mean), tuple(std), None if size == CROP else size)
 
-    def __post_init__(self) -> None:
-        if len(self.mean) != 3 or len(self.std) != 3:
-            raise DataError(f"mean and std need three values each (red, green, blue): got {self.mean} and {self.std}")
-        if min(self.std) <= 0:
-            raise DataError(f"std must be positive in every channel: got {self.std}")
-        for option, value in (("resize", self.resize), ("crop", self.crop)):
-            if value is not None and value < 1:
-                raise DataError(f"{option} must be at least one pixel or None: got {value}")
-
     def __call__(self, pixels: Tensor) -> Tensor:
         """Bytes [N,3,H,W] to normalised float32, channels last; float input is returned as it is.
 
@@ -74,7 +66,7 @@ class Preprocess:
         if self.resize is not None:
             values = _resize_short_side(values, self.resize)
         if self.crop is not None:
-            values = _centre_crop(values, self.crop)
+            values = center_crop(values, [self.crop])
         scale, shift = _scale_and_shift(self.mean, self.std, values.device)
         return torch.addcmul(shift, values, scale)
 
@@ -101,17 +93,13 @@ class Images:
     labels: Tensor
 
     def __post_init__(self) -> None:
-        if self.pixels.ndim != 4 or self.pixels.shape[1] != 3:
-            raise DataError(f"pixels must be [M, 3, H, W]: got {list(self.pixels.shape)}")
-        if self.pixels.dtype != torch.uint8 and not self.pixels.is_floating_point():
-            raise DataError(f"pixels must be uint8, or float and already normalised: got {self.pixels.dtype}")
-        if self.rows.dtype != torch.int64 or self.labels.dtype != torch.int64:
-            raise DataError(f"rows and labels must be int64: got {self.rows.dtype} and {self.labels.dtype}")
-        if self.rows.ndim != 1 or self.rows.shape != self.labels.shape:
-            raise DataError(
-                f"rows and labels must be two lists of one length: got {list(self.rows.shape)} "
-                f"and {list(self.labels.shape)}"
-            )
+        kind = self.pixels.dtype == torch.uint8 or self.pixels.is_floating_point()
+        if not kind or self.pixels.ndim != 4 or self.pixels.shape[1] != 3:
+            got = f"{self.pixels.dtype} {list(self.pixels.shape)}"
+            raise DataError(f"pixels must be [M, 3, H, W], uint8 or float and already normalised: got {got}")
+        for positions in (self.rows, self.labels):
+            if positions.dtype != torch.int64 or positions.shape != (len(self.rows),):
+                raise DataError("rows and labels must be two lists of one length, of type int64")
         if len(self.rows) and not 0 <= int(self.rows.min()) <= int(self.rows.max()) < len(self.pixels):
             raise DataError(
                 f"rows reach from {int(self.rows.min())} to {int(self.rows.max())}, but there are only "
@@ -120,9 +108,6 @@ class Images:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __repr__(self) -> str:
-        return f"Images({len(self)} of {str(self.pixels.dtype).removeprefix('torch.')} {list(self.pixels.shape)})"
 
     def only(self, positions: Tensor) -> Images:
         """The images at `positions` (int64, 0..len-1), of the same pixels."""
@@ -160,8 +145,6 @@ class Task:
         return self.preprocess(pixels).contiguous(memory_format=torch.channels_last)
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise DataError("a task needs a name")
         if len(self.classes) < 2:
             raise DataError(f"task {self.name!r} has the classes {list(self.classes)}; it needs two or more")
         if len(set(self.classes)) != len(self.classes):
@@ -176,11 +159,6 @@ class Task:
                     f"task {self.name!r} has {len(self.classes)} classes, "
                     f"but its {split} labels reach from {low} to {high}"
                 )
-        edges = [0, *(stop for _, stop in self.groups)]
-        if self.groups and (
-            edges[-1] != len(self.classes) or any(first != edges[i] for i, (first, _) in enumerate(self.groups))
-        ):
-            raise DataError(f"groups of task {self.name!r} must cover its {len(self.classes)} classes: {self.groups}")
 
 
 @lru_cache(maxsize=64)  # copied to the device once: a copy for every batch would be slow and cannot be captured
@@ -204,11 +182,3 @@ def _resize_short_side(values: Tensor, side: int) -> Tensor:
         values = functional.interpolate(values, size=size, mode="bilinear", antialias=side < short)
         values = values.add_(0.5).floor_()
     return values
-
-
-def _centre_crop(values: Tensor, side: int) -> Tensor:
-    height, width = values.shape[-2:]
-    if min(height, width) < side:
-        raise DataError(f"cannot crop {side} x {side} from images of {height} x {width}; set resize to {side} or more")
-    top, left = round((height - side) / 2), round((width - side) / 2)
-    return values[..., top : top + side, left : left + side]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from confitune.deploy.server import Limits, create_app, running_server, serve
-from confitune.deploy.server.app import _listen, _server
+from confitune.deploy.server.app import _listen
 from confitune.errors import ConfituneError
 from deploy.shared import until
 
@@ -63,8 +63,8 @@ def test_nothing_is_left_when_the_server_has_stopped():
         httpx.get(address)
 
 
-@pytest.mark.parametrize(("seconds", "opens", "status"), [(5.0, True, 200), (0.2, False, 503)])
-def test_what_waits_when_the_server_is_stopped_is_answered_or_refused(seconds, opens, status):
+@pytest.mark.parametrize(("seconds", "opens"), [(5, True), (1, False)])
+def test_what_waits_when_the_server_is_stopped_is_answered_or_cut_off(seconds, opens):
     fake = Fake()
     fake.gate.clear()
     with ThreadPoolExecutor(2) as pool, ExitStack() as running:
@@ -75,26 +75,27 @@ def test_what_waits_when_the_server_is_stopped_is_answered_or_refused(seconds, o
         until(lambda: "confitune_queue_images 4.0" in httpx.get(f"{address}/metrics").text)
         if opens:
             threading.Timer(0.4, fake.gate.set).start()
+        began = time.monotonic()
         running.close()
+        assert time.monotonic() - began < seconds + 3
         fake.gate.set()
-        assert [answer.result().status_code for answer in answers] == [status] * 2
-    if status == 503:
-        assert "being stopped" in answers[0].result().json()["detail"]
+        for answer in answers:
+            cut_off = answer.exception() is not None or answer.result().status_code >= 500
+            assert cut_off is not opens
 
 
 def test_a_port_in_use_is_said():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfituneError, match=f"port {port}: it is in use; choose another port, or 0"):
+        with pytest.raises(ConfituneError, match=f"port {port}: .*; port 0 takes a free one"):
             serve(Fake(), port=port)
 
 
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ({"host": "192.0.2.1", "port": 0}, "no such address"),
-        ({"host": "no such host.invalid", "port": 0}, "no such address"),
-        ({"port": 70000}, "from 0, for a free one, to 65535, not 70000"),
+        ({"host": "192.0.2.1", "port": 0}, "192.0.2.1, port 0"),
+        ({"host": "no such host.invalid", "port": 0}, "no such host.invalid, port 0"),
     ],
 )
 def test_an_address_that_is_not_there_is_said(where, words):
@@ -156,29 +157,6 @@ def test_a_program_of_its_own():
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=20)
     assert (rest, errors, process.returncode) == ("after\n", "", 0)
-
-
-def test_a_second_ctrl_c_ends_it_at_once_and_still_without_a_word(caplog):
-    before = set(threading.enumerate())
-    fake = Fake()
-    fake.gate.clear()
-    with _listen("127.0.0.1", 0) as listening, ThreadPoolExecutor(1) as pool:
-        server = _server(fake, Limits(shutdown_seconds=600))
-        running = threading.Thread(target=server.run, args=([listening],))
-        running.start()
-        answer = pool.submit(post, f"http://127.0.0.1:{listening.getsockname()[1]}")
-        until(lambda: fake.asked == 1)
-        server.handle_exit(signal.SIGINT, None)
-        time.sleep(0.3)
-        assert running.is_alive()  # waits for the answer
-        server.handle_exit(signal.SIGINT, None)
-        threading.Timer(0.2, fake.gate.set).start()
-        server._captured_signals.clear()  # or they would be raised again, in this process
-        running.join(10)
-        assert not running.is_alive()
-        assert isinstance(answer.exception(5), httpx.HTTPError) or answer.result().status_code == 503
-    assert caplog.records == []
-    assert set(threading.enumerate()) <= before
 
 
 def test_the_app_runs_under_any_asgi_server():

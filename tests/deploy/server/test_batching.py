@@ -67,7 +67,7 @@ def started(fake):
     yield start
     fake.gate.set()
     for batcher in batchers:
-        batcher.close(5)
+        batcher.close()
     assert set(threading.enumerate()) <= before
 
 
@@ -159,18 +159,6 @@ def test_a_request_that_does_not_fit_into_the_queue_is_refused_whole(started, fa
     batcher.check_room(4)
 
 
-def test_how_long_to_wait_follows_from_how_fast_batches_are(started, fake):
-    batcher = started(images=60, queue_images=60)
-    batcher._seconds_an_image = 0.2
-    fake.gate.clear()
-    batcher.submit(files(1), ["pets"], 1)
-    until(lambda: fake.batches)
-    batcher.submit(files(*range(60)), ["pets"] * 60, 1)
-    with pytest.raises(Refusal) as refused:
-        batcher.check_room()
-    assert refused.value.retry_after == 12
-
-
 def test_only_the_unreadable_image_fails_and_gives_its_place_back(started, fake):
     batcher = started()
     good, bad, worse = batcher.submit([("a", b"\x05"), ("b.jpg", b"bad"), ("c.jpg", b"worse")], ["pets"] * 3, 1)
@@ -225,29 +213,6 @@ def test_images_nobody_waits_for_are_neither_decoded_nor_predicted(started, fake
     assert batcher.waiting == 0
 
 
-def test_closing_answers_what_waits(started, fake):
-    batcher = started(max_batch=3)
-    answers = batcher.submit(files(*range(9)), ["pets"] * 9, 1)
-    batcher.close(5)
-    assert best(answers) == [f"{number}-0" for number in range(9)]
-    assert not batcher.healthy
-    with pytest.raises(Refusal, match="being stopped") as refused:
-        batcher.submit(files(1), ["pets"], 1)
-    assert refused.value.status == 503
-
-
-def test_closing_refuses_what_would_take_too_long(started, fake):
-    batcher = started(max_batch=2)
-    fake.gate.clear()
-    answers = batcher.submit(files(*range(6)), ["pets"] * 6, 1)
-    until(lambda: fake.batches)
-    batcher.close(0.1)  # the predictor is still at the first batch
-    for answer in answers:
-        with pytest.raises(Refusal, match="being stopped"):
-            answer.result(0)
-    fake.gate.set()  # its late answer is dropped
-
-
 def test_many_threads_at_once_get_their_own_answers(started, fake):
     batcher = started(max_batch=7, max_wait_ms=1, queue_images=4000, images=8)
     wrong = []
@@ -273,10 +238,8 @@ def test_many_threads_at_once_get_their_own_answers(started, fake):
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        ({"max_batch": 0}, "max_batch must be more than 0"),
-        ({"request_seconds": -1.0}, "request_seconds must be more than 0"),
-        ({"images": 9, "queue_images": 8}, "may have 9 images, and the queue takes only 8"),
-        ({"all_bodies_bytes": 10_000_000}, "may have 32 MB, and all together only 10 MB"),
+        ({"images": 9, "queue_images": 8}, "images=9, .*queue_images=8"),
+        ({"all_bodies_bytes": 10_000_000}, "all_bodies_bytes=10000000"),
     ],
 )
 def test_limits_that_make_no_sense_are_said(limits, words):

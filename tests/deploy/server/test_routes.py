@@ -174,15 +174,26 @@ def test_requests_at_the_same_time_share_batches_and_each_gets_its_own_answer(cl
 
 BAD = [
     ("no images", {"data": {"task": "pets"}, "files": {"top": (None, "1")}}, 422, "no-images", "field 'images'"),
-    ("a wrong field", {"files": {"image": ("a.png", b"x")}}, 422, "bad-field", "no field 'image'"),
+    ("a wrong field", {"files": {"image": ("a.png", b"x")}}, 422, "no-images", "field 'images'"),
     ("too few tasks", {"files": form(RED, RED, RED), "data": {"task": ["pets", "birds"]}}, 422, "bad-field", "2 tasks"),
     ("top 0", {"files": form(RED), "data": {"top": "0"}}, 422, "bad-field", "from 1 to 1000, not '0'"),
     ("top in words", {"files": form(RED), "data": {"top": "²"}}, 422, "bad-field", "from 1 to 1000"),
-    ("top twice", {"files": form(RED), "data": {"top": ["1", "2"]}}, 422, "bad-field", "more than 1 fields 'top'"),
     ("a huge top", {"files": form(RED), "data": {"top": "9" * 900}}, 422, "bad-field", "from 1 to 1000"),
-    ("top in the query", {"files": form(RED), "params": {"top": 1001}}, 422, "bad-field", "top: "),
-    ("a long field", {"files": form(RED), "data": {"task": "x" * 2000}}, 422, "bad-field", "1000 bytes"),
-    ("an unknown task", {"files": form(RED), "data": {"task": "cars"}}, 404, "unknown-task", "are: pets, birds"),
+    (
+        "top in the query",
+        {"content": b"x", "headers": {"Content-Type": "image/png"}, "params": {"top": 1001}},
+        422,
+        "bad-field",
+        "top: ",
+    ),
+    ("a long field", {"files": form(RED), "data": {"task": "x" * 2000}}, 400, "bad-request", "1KB"),
+    (
+        "an unknown task",
+        {"files": form(RED), "data": {"task": "cars"}},
+        404,
+        "unknown-task",
+        "no task 'cars'; /v1/tasks",
+    ),
     (
         "another type",
         {"content": b"{}", "headers": {"Content-Type": "application/json"}},
@@ -216,16 +227,6 @@ def test_the_unreadable_one_of_many_images_is_named(shared_client):
     answer = shared_client.post("/v1/predict", files=sent)
     assert answer.status_code == 422
     assert answer.json()["image"] == "häßlich.png"
-
-
-def test_an_unknown_task_comes_with_the_first_of_those_there_are():
-    colours = Colours()
-    colours.tasks = {f"task{n}": colours.tasks["pets"] for n in range(300)}
-    with running_server(colours) as address:
-        answer = httpx.post(f"{address}/v1/predict", files=form(RED), data={"task": "<b>"})
-    assert answer.status_code == 404
-    assert answer.json()["tasks"] == [f"task{n}" for n in range(20)]
-    assert answer.json()["detail"].endswith("task19 and 280 more")
 
 
 def test_a_failing_predictor_is_a_500_and_the_next_request_works(client, colours):
@@ -293,9 +294,8 @@ def test_everything_is_described(shared_client):
     predict = described["paths"]["/v1/predict"]["post"]
     assert set(predict["requestBody"]["content"]) == {"multipart/form-data", "image/*"}
     error = {"$ref": "#/components/schemas/ErrorAnswer"}
-    documented = {status for status, answer in predict["responses"].items() if status != "200"}
-    assert documented == {"400", "404", "408", "413", "415", "422", "429", "500", "503", "504"}
-    for status in documented:
+    assert set(predict["responses"]) == {"200", "4XX", "5XX"}
+    for status in ("4XX", "5XX"):
         assert predict["responses"][status]["content"]["application/json"]["schema"] == error
     fields = described["components"]["schemas"]["ImagePrediction"]["properties"]
     assert set(fields) == {"image", "task", "task_confidence", "unknown", "classes"}

@@ -6,27 +6,11 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from confitune.deploy.server.limits import Refusal
-from confitune.deploy.server.metrics import Metrics
-
-_BY_A_LIMIT = frozenset({408, 413, 429, 503, 504})
-_WORDS = {
-    400: "the form cannot be read",
-    404: "there is no such task; some of those that there are come with it",
-    408: "the body came too slowly",
-    413: "the body, an image or the number of images is over a limit",
-    415: "the body is neither a form nor an image",
-    422: "an image cannot be read, or a field has no such value",
-    429: "too many images are waiting, or too many bytes are under way; Retry-After says for how long",
-    500: "the network failed on the batch that the request was in",
-    503: "the server is being stopped",
-    504: "the answer took too long",
-}
 
 
 class ClassScore(BaseModel):
@@ -63,26 +47,12 @@ class TaskEntry(BaseModel):
     learned: str = Field(description="ISO date")
 
 
-class RequestLimits(BaseModel):
-    """What a request may hold."""
-
-    body_bytes: int
-    image_bytes: int
-    images: int
-
-
 class TasksAnswer(BaseModel):
     """The model and its tasks in the order they were learned."""
 
     name: str
     tasks: list[TaskEntry]
-    limits: RequestLimits
-
-
-class Health(BaseModel):
-    """Whether images are being answered."""
-
-    status: str
+    limits: dict[str, int] = Field(description="of a request: body_bytes, image_bytes and images")
 
 
 class ErrorAnswer(BaseModel):
@@ -91,12 +61,9 @@ class ErrorAnswer(BaseModel):
     error: str = Field(description="for programs: busy, unknown-task, unreadable-image, ...")
     detail: str = Field(description="for people: what was wrong and what to do")
     image: str | None = Field(default=None, description="the image it is about")
-    tasks: list[str] | None = Field(default=None, description="with unknown-task: the first of those that there are")
 
 
-def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Error answers for an operation's description."""
-    return {status: {"model": ErrorAnswer, "description": _WORDS[status]} for status in statuses}
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
 
 
 def refusal_response(refusal: Refusal) -> Response:
@@ -107,13 +74,11 @@ def refusal_response(refusal: Refusal) -> Response:
     return Response(content, refusal.status, headers, media_type="application/json")
 
 
-def handle_errors(app: FastAPI, metrics: Metrics) -> None:
-    """Answer refusals, unknown paths and bad parameters in one shape, and count what limits refused."""
+def handle_errors(app: FastAPI) -> None:
+    """Answer refusals, unknown paths and unreadable forms in one shape."""
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> Response:
-        if error.status in _BY_A_LIMIT:
-            metrics.rejected.labels(error.error).inc()
         return refusal_response(error)
 
     @app.exception_handler(HTTPException)
@@ -122,8 +87,3 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
         response = refusal_response(Refusal(error.status_code, word, str(error.detail)))
         response.headers.update(error.headers or {})
         return response
-
-    @app.exception_handler(RequestValidationError)
-    async def bad_parameter(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        return refusal_response(Refusal(422, "bad-field", f"{first['loc'][-1]}: {first['msg']}"))

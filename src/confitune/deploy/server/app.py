@@ -6,7 +6,6 @@ Its packages are an extra, imported where they are needed: whoever only learns o
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 _BACKLOG = 2048
-_MORE_SECONDS = 2.0  # for answers to be written after the last image
 
 
 def require_server_packages() -> None:
@@ -44,8 +42,7 @@ def create_app(predictor: Predictor, limits: Limits | None = None) -> FastAPI:
 
     import confitune
     from confitune.deploy.server.answers import handle_errors
-    from confitune.deploy.server.guard import Guard
-    from confitune.deploy.server.metrics import Metrics
+    from confitune.deploy.server.guard import Guard, Metrics
     from confitune.deploy.server.routes import add_page, add_routes
 
     limits = limits or Limits()
@@ -56,7 +53,7 @@ def create_app(predictor: Predictor, limits: Limits | None = None) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         batcher.start()
         yield
-        await asyncio.to_thread(batcher.close, limits.shutdown_seconds)
+        await asyncio.to_thread(batcher.close)
 
     app = FastAPI(
         title=f"confitune: {predictor.name}",
@@ -66,9 +63,8 @@ def create_app(predictor: Predictor, limits: Limits | None = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.state.batcher = batcher
     app.add_middleware(Guard, limits=limits, metrics=metrics)
-    handle_errors(app, metrics)
+    handle_errors(app)
     add_routes(app, predictor, batcher, metrics, limits)
     add_page(app)
     return app
@@ -115,26 +111,15 @@ def running_server(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    if not 0 <= port <= 65535:
-        raise ConfituneError(f"a port is a number from 0, for a free one, to 65535, not {port}")
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         bound = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        raise ConfituneError(f"cannot listen on {host}, port {port}: {_why(error)}") from error
+        why = error.strerror or error
+        raise ConfituneError(f"cannot listen on {host}, port {port}: {why}; port 0 takes a free one") from error
     # The protocol is named: only then asyncio sends at once, and an answer does not take 40 ms longer.
     return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=bound.detach())
-
-
-def _why(error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return "it is in use; choose another port, or 0 for a free one"
-    if error.errno == errno.EACCES:
-        return "that is not allowed; choose a port from 1024 on"
-    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
-        return "this machine has no such address; 127.0.0.1 is always there, 0.0.0.0 is all there are"
-    return str(error)
 
 
 def _address(listening: socket.socket) -> str:
@@ -146,7 +131,7 @@ def _server(predictor: Predictor, limits: Limits) -> uvicorn.Server:
     app = create_app(predictor, limits)
     import uvicorn
 
-    from confitune.deploy.server.guard import DrainingServer, bounded_protocol
+    from confitune.deploy.server.guard import bounded_protocol
 
     config = uvicorn.Config(
         app,
@@ -154,12 +139,12 @@ def _server(predictor: Predictor, limits: Limits) -> uvicorn.Server:
         ws="none",
         lifespan="on",
         log_config=None,
-        log_level="error",  # anyone can provoke its warnings, as often as they like
+        log_level="critical",  # anyone can provoke its warnings, as often as they like
         access_log=False,
         server_header=False,
         proxy_headers=False,
         backlog=_BACKLOG,
         limit_concurrency=limits.connections,
-        timeout_graceful_shutdown=round(limits.shutdown_seconds + _MORE_SECONDS),
+        timeout_graceful_shutdown=limits.shutdown_seconds,
     )
-    return DrainingServer(config, app.state.batcher, limits.shutdown_seconds)
+    return uvicorn.Server(config)

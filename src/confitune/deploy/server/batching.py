@@ -7,12 +7,12 @@ Every image that is let in holds a place of the queue until it is in a batch, so
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,6 @@ from confitune.deploy.server.limits import Limits, Refusal
 from confitune.errors import ConfituneError
 
 _log = logging.getLogger("confitune.serve")
-_LONGEST_RETRY = 60
 
 
 @dataclass
@@ -54,10 +53,7 @@ class Batcher:
         self._on_batch = on_batch
         self._changed = threading.Condition()
         self._ready: deque[_Job] = deque()
-        self._unanswered: set[Future[Prediction]] = set()
         self._waiting = 0
-        self._seconds_an_image = 0.0
-        self._open = False
         self._stopped = False
         self._decoders = ThreadPoolExecutor(limits.decoders, thread_name_prefix="confitune-decode")
         # A daemon: a predictor that never returns must not keep the process from ending.
@@ -71,24 +67,20 @@ class Batcher:
     @property
     def healthy(self) -> bool:
         """Whether images are being answered."""
-        return self._open and self._worker.is_alive()
+        return self._worker.is_alive()
 
     def start(self) -> None:
         """Begin to answer."""
-        self._open = True
         self._worker.start()
 
     def check_room(self, images: int = 1) -> None:
         """Refuse if so many more images cannot wait."""
-        if not self._open:
-            raise _closing()
         if self._waiting + images > self._limits.queue_images:
-            seconds = math.ceil(self._waiting * self._seconds_an_image)
             raise Refusal(
                 429,
                 "busy",
                 f"{self._waiting} images are waiting, and the queue takes {self._limits.queue_images}: try again later",
-                retry_after=min(max(1, seconds), _LONGEST_RETRY),
+                retry_after=1,
             )
 
     def submit(
@@ -103,29 +95,16 @@ class Batcher:
             self.check_room(len(jobs))
             self._waiting += len(jobs)
             for job in jobs:
-                self._unanswered.add(job.answer)
-                job.answer.add_done_callback(self._answered)
                 self._decoders.submit(self._decode, job)
         return [job.answer for job in jobs]
 
-    def close(self, seconds: float = 0.0) -> None:
-        """Let nothing more in, wait so long for what is in, refuse the rest and end all threads."""
+    def close(self) -> None:
+        """End all threads; the server has seen to it that nobody waits any more."""
         with self._changed:
-            self._open = False
-            self._changed.wait_for(lambda: not self._unanswered, seconds)
             self._stopped = True
-            left = list(self._unanswered)
             self._changed.notify_all()
         self._decoders.shutdown(cancel_futures=True)
-        for answer in left:
-            _settle(answer, _closing())
-        if self._worker.ident is not None:
-            self._worker.join(max(1.0, seconds))
-
-    def _answered(self, answer: Future[Prediction]) -> None:
-        with self._changed:
-            self._unanswered.discard(answer)
-            self._changed.notify_all()
+        self._worker.join(1.0)
 
     def _decode(self, job: _Job) -> None:
         try:
@@ -181,24 +160,15 @@ class Batcher:
             for job in batch:
                 _settle(job.answer, Refusal(500, "prediction-failed", f"the prediction failed: {reason}"))
             return
-        seconds = time.perf_counter() - began
-        # A running mean that forgets slow first batches soon.
-        self._seconds_an_image += 0.2 * (seconds / len(batch) - self._seconds_an_image)
-        self._on_batch(len(batch), seconds)
+        self._on_batch(len(batch), time.perf_counter() - began)
         for job, prediction in zip(batch, found, strict=True):
             _settle(job.answer, prediction)
 
 
 def _settle(answer: Future[Prediction], outcome: Prediction | Exception) -> None:
-    """Answer, unless nobody waits any more or the answer was given while the server closed."""
-    try:
+    """Answer, unless nobody waits any more."""
+    with suppress(InvalidStateError):
         if isinstance(outcome, Exception):
             answer.set_exception(outcome)
         else:
             answer.set_result(outcome)
-    except InvalidStateError:
-        pass
-
-
-def _closing() -> Refusal:
-    return Refusal(503, "closing", "the server is being stopped", retry_after=10)

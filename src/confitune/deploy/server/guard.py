@@ -1,32 +1,60 @@
 """Around every request and connection: bounds what arrives and how long it may take, and counts what is answered.
 
 uvicorn takes a body as long as it comes and as slowly as it comes; here it is counted while it arrives. Nor does
-uvicorn hang up on clients that send nothing or read nothing, or answer what waits when it is stopped.
+uvicorn hang up on clients that send nothing or read nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
-import uvicorn
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from confitune.deploy.server.answers import refusal_response
-from confitune.deploy.server.batching import Batcher
 from confitune.deploy.server.limits import Limits, Refusal, megabytes
-from confitune.deploy.server.metrics import Metrics
 
 _log = logging.getLogger("confitune.serve")
 _LINGER_SECONDS = 10.0
 _SILENCE_SECONDS = 2.0
 _CLIENT_LEFT = 499  # as other servers count it; nobody sees the answer
+
+
+_IMAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # in a batch
+
+
+class Metrics:
+    """The counters of one app; a registry of its own, so that apps in one process do not mix.
+
+    Args:
+        queue: gives how many images wait for a batch.
+    """
+
+    def __init__(self, queue: Callable[[], int]) -> None:
+        self.body_bytes = 0  # of requests under way
+        self.registry = own = CollectorRegistry()
+        ProcessCollector(registry=own)  # memory, time and open files, where the system tells
+        self.requests = Counter("confitune_requests", "Requests answered", ("route", "status"), registry=own)
+        self.images = Counter("confitune_images", "Images answered", registry=own)
+        about = "From the end of a request's body to its answer"
+        self.seconds = Histogram("confitune_predict_seconds", about, registry=own)
+        self.batch_images = Histogram("confitune_batch_images", "Images in a batch", buckets=_IMAGES, registry=own)
+        about = "The network's time for a batch"
+        self.batch_seconds = Histogram("confitune_batch_seconds", about, registry=own)
+        Gauge("confitune_queue_images", "Images that wait for a batch", registry=own).set_function(queue)
+        Gauge("confitune_body_bytes", "Bytes of requests under way", registry=own).set_function(lambda: self.body_bytes)
+
+    def batch(self, images: int, seconds: float) -> None:
+        """Count a batch."""
+        self.batch_images.observe(images)
+        self.batch_seconds.observe(seconds)
 
 
 class Guard:
@@ -171,21 +199,3 @@ def bounded_protocol(limits: Limits) -> type[H11Protocol]:
                 self._due.pop(what).cancel()
 
     return BoundedProtocol
-
-
-class DrainingServer(uvicorn.Server):
-    """Answers what waits when it is stopped, and refuses what takes too long."""
-
-    def __init__(self, config: uvicorn.Config, batcher: Batcher, seconds: float) -> None:
-        super().__init__(config)
-        self._batcher = batcher
-        self._seconds = seconds
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the batcher at once: uvicorn would wait for the answers first, and closes the app only then."""
-        closing = asyncio.create_task(asyncio.to_thread(self._batcher.close, self._seconds))
-        await super().shutdown(sockets)
-        if self.force_exit:  # a second Ctrl-C, upon which uvicorn leaves the app open
-            await asyncio.to_thread(self._batcher.close)
-            await self.lifespan.shutdown()
-        await closing

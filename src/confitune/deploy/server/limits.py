@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from confitune.errors import ConfituneError
 
 _MB = 1_000_000
-_TASKS_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -28,11 +26,8 @@ class Limits:
             its headers.
         body_seconds: a client may take to send a body, and again to read an answer.
         request_seconds: from the end of the body to the answer.
-        shutdown_seconds: images that wait when the server is stopped may take; then they are answered 503.
+        shutdown_seconds: requests under way when the server is stopped may take; then they are cut off.
         connections: at once; above, uvicorn answers 503.
-
-    >>> Limits(images=4, queue_images=8).queue_images
-    8
     """
 
     body_bytes: int = 32 * _MB
@@ -46,24 +41,14 @@ class Limits:
     header_seconds: float = 10.0
     body_seconds: float = 30.0
     request_seconds: float = 30.0
-    shutdown_seconds: float = 5.0
+    shutdown_seconds: int = 5
     connections: int = 512
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value < 0 or (value == 0 and field.name not in ("max_wait_ms", "shutdown_seconds")):
-                raise ConfituneError(f"the server's {field.name} must be more than 0, not {value}")
-        # What no empty server could take would be refused as 'busy' for ever.
-        if self.images > self.queue_images:
+        if self.images > self.queue_images or self.body_bytes > self.all_bodies_bytes:
             raise ConfituneError(
-                f"a request may have {self.images} images, and the queue takes only {self.queue_images}: "
-                "raise queue_images or lower images"
-            )
-        if self.body_bytes > self.all_bodies_bytes:
-            raise ConfituneError(
-                f"a request may have {megabytes(self.body_bytes)}, and all together only "
-                f"{megabytes(self.all_bodies_bytes)}: raise all_bodies_bytes or lower body_bytes"
+                "one request may have more images than the queue takes, or more bytes than all together: even an "
+                f"empty server would call itself busy with {self}"
             )
 
 
@@ -76,7 +61,6 @@ class Refusal(ConfituneError):
         error: what was wrong in one word that stays the same.
         detail: what was wrong and what to do.
         image: the image it is about.
-        tasks: those that there are.
         retry_after: seconds after which it may go better.
     """
 
@@ -84,24 +68,10 @@ class Refusal(ConfituneError):
     error: str
     detail: str
     image: str | None = None
-    tasks: tuple[str, ...] | None = None
     retry_after: int | None = None
 
     def __str__(self) -> str:
         return self.detail
-
-
-def unknown_task(name: str, known: Iterable[str]) -> Refusal:
-    """The refusal of a task that the model has not learned, with those that it has.
-
-    >>> str(unknown_task("cats", ["birds", "pets"]))
-    "there is no task 'cats'; there are: birds, pets"
-    """
-    names = tuple(known)
-    shown = names[:_TASKS_SHOWN]
-    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    detail = f"there is no task {name[:100]!r}; there are: {', '.join(shown)}{more}"
-    return Refusal(404, "unknown-task", detail, tasks=shown)
 
 
 def megabytes(count: int) -> str:

@@ -7,55 +7,47 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import ImmutableMultiDict, UploadFile
 from starlette.requests import ClientDisconnect
 
 from confitune.deploy.predictor import MOST_GUESSED, Prediction, Predictor, too_many_to_guess
-from confitune.deploy.server.answers import (
-    ClassScore,
-    Health,
-    ImagePrediction,
-    PredictAnswer,
-    RequestLimits,
-    TaskEntry,
-    TasksAnswer,
-    documented,
-)
+from confitune.deploy.server.answers import ERRORS, ClassScore, ImagePrediction, PredictAnswer, TaskEntry, TasksAnswer
 from confitune.deploy.server.batching import Batcher
-from confitune.deploy.server.forms import Sent, read_sent
-from confitune.deploy.server.limits import Limits, Refusal, unknown_task
-from confitune.deploy.server.metrics import Metrics
+from confitune.deploy.server.guard import Metrics
+from confitune.deploy.server.limits import Limits, Refusal, megabytes
 
+_LONGEST_FIELD = 1024  # bytes
+_LONGEST_NAME = 200
+_HOW = "send images as files of a form (multipart/form-data, field 'images'), or one as the body (image/...)"
 _TOP = 5
 _MOST = 1000
 
-# Written by hand: a body that is read while it arrives has no parameters from which FastAPI could derive this.
-_BODY: dict[str, Any] = {
+_TASK = {
+    "type": "array",
+    "items": {"type": "string"},
+    "description": "one for all images or one for each; empty or none: guess it",
+}
+_CLASSES = {"type": "integer", "minimum": 1, "maximum": _MOST, "default": _TOP, "description": "wanted, best first"}
+_FILE = {"type": "string", "format": "binary"}
+_FIELDS = {"images": {"type": "array", "items": _FILE, "minItems": 1}, "task": _TASK, "top": _CLASSES}
+# Written by hand: FastAPI cannot derive that a body is a form or an image.
+_REQUEST: dict[str, Any] = {
+    "parameters": [
+        {"name": "task", "in": "query", "schema": _TASK, "description": "for an image as the body"},
+        {"name": "top", "in": "query", "schema": _CLASSES, "description": "for an image as the body"},
+    ],
     "requestBody": {
         "required": True,
         "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["images"],
-                    "properties": {
-                        "images": {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1},
-                        "task": {
-                            "type": "array",
-                            "items": {"type": "string"},
-                            "description": "one for all images or one for each; empty or none: guess it",
-                        },
-                        "top": {"type": "integer", "minimum": 1, "maximum": _MOST, "default": _TOP},
-                    },
-                }
-            },
-            "image/*": {"schema": {"type": "string", "format": "binary"}},
+            "multipart/form-data": {"schema": {"type": "object", "required": ["images"], "properties": _FIELDS}},
+            "image/*": {"schema": _FILE},
         },
-    }
+    },
 }
 
 _PAGE = {
@@ -82,26 +74,21 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, metrics: Me
         "/v1/predict",
         summary="Classify images",
         response_model=PredictAnswer,
-        responses=documented(400, 404, 408, 413, 415, 422, 429, 500, 503, 504),
-        openapi_extra=_BODY,
+        responses=ERRORS,
+        openapi_extra=_REQUEST,
     )
-    async def predict(
-        request: Request,
-        task: Annotated[list[str] | None, Query(description="as in the form; for an image as the body")] = None,
-        top: Annotated[int, Query(ge=1, le=_MOST, description="classes wanted, best first")] = _TOP,
-    ) -> Response:
+    async def predict(request: Request) -> Response:
         """Send one or many images as files of a form, or one image as the body.
 
         Images of one request may be of different tasks. Without a task, it is guessed for each image.
         """
         batcher.check_room()  # before the body, which a full server need not take
-        sent = await read_sent(request, limits)
+        images, fields = await _read(request, limits)
         began = time.perf_counter()
-        tasks = _tasks_of(sent, task or [], predictor)
-        wanted = _top_of(sent, top)
-        answers = batcher.submit(sent.images, tasks, wanted)
-        names = [name for name, _ in sent.images]
-        del sent  # the files: decoders have them
+        tasks, wanted = _tasks_of(fields, len(images), predictor), _top_of(fields)
+        answers = batcher.submit(images, tasks, wanted)
+        names = [name for name, _ in images]
+        del images  # decoders have them
         found = await _wait(request, answers, limits.request_seconds)
         seconds = time.perf_counter() - began
         metrics.images.inc(len(found))
@@ -117,14 +104,14 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, metrics: Me
         return TasksAnswer(
             name=predictor.name,
             tasks=[TaskEntry(name=name, **vars(info)) for name, info in predictor.tasks.items()],
-            limits=RequestLimits(body_bytes=limits.body_bytes, image_bytes=limits.image_bytes, images=limits.images),
+            limits={name: getattr(limits, name) for name in ("body_bytes", "image_bytes", "images")},
         )
 
-    @app.get("/healthz", summary="Whether images are being answered", responses=documented(503))
-    async def healthz() -> Health:
+    @app.get("/healthz", summary="Whether images are being answered", responses=ERRORS)
+    async def healthz() -> dict[str, str]:
         if not batcher.healthy:
             raise Refusal(503, "closing", "images are not being answered")
-        return Health(status="ok")
+        return {"status": "ok"}
 
     @app.get("/metrics", summary="Counters for Prometheus", response_class=Response)
     async def read_metrics() -> Response:
@@ -145,26 +132,45 @@ def _endpoint(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
     return asset
 
 
-def _tasks_of(sent: Sent, queried: list[str], predictor: Predictor) -> list[str | None]:
-    """One task for each image, None to guess it."""
-    count = len(sent.images)
-    if not count:
+async def _read(request: Request, limits: Limits) -> tuple[list[tuple[str, bytes]], ImmutableMultiDict[str, Any]]:
+    """The images of a request, (name, file) each, and what it says besides: in a form's fields or in the query."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    fields: ImmutableMultiDict[str, Any]
+    if kind.startswith("image/"):
+        fields, images = request.query_params, [("image", await request.body())]
+    elif kind == "multipart/form-data":
+        most = {"max_files": limits.images, "max_fields": limits.images + 1, "max_part_size": _LONGEST_FIELD}
+        async with request.form(**most) as fields:
+            files = [file for file in fields.getlist("images") if isinstance(file, UploadFile)]
+            images = [((file.filename or "image")[:_LONGEST_NAME], await file.read()) for file in files]
+    else:
+        raise Refusal(415, "unsupported-type", f"cannot read {kind[:100] or 'an unnamed type'}: {_HOW}")
+    if not images:
         raise Refusal(422, "no-images", "the form has no images: put them into the field 'images'")
-    tasks = sent.tasks or queried or [""]
-    if len(tasks) not in (1, count):
-        raise Refusal(422, "bad-field", f"{len(tasks)} tasks for {count} images: give one for all, or one for each")
+    for name, data in images:
+        if not data:
+            raise Refusal(422, "unreadable-image", f"the image {name} is empty", image=name)
+        if len(data) > limits.image_bytes:
+            detail = f"the image {name} has more than {megabytes(limits.image_bytes)}: send a smaller one"
+            raise Refusal(413, "image-too-large", detail, image=name)
+    return images, fields
+
+
+def _tasks_of(fields: ImmutableMultiDict[str, Any], images: int, predictor: Predictor) -> list[str | None]:
+    """One task for each image, None to guess it."""
+    tasks = [str(task) for task in fields.getlist("task")] or [""]
+    if len(tasks) not in (1, images):
+        raise Refusal(422, "bad-field", f"{len(tasks)} tasks for {images} images: give one for all, or one for each")
     for name in tasks:
         if name and name not in predictor.tasks:
-            raise unknown_task(name, predictor.tasks)
+            raise Refusal(404, "unknown-task", f"there is no task {name[:100]!r}; /v1/tasks lists those that there are")
         if not name and len(predictor.tasks) > MOST_GUESSED:
             raise Refusal(422, "bad-field", f"task: {too_many_to_guess(len(predictor.tasks))}")
-    return [name or None for name in (tasks * count if len(tasks) == 1 else tasks)]
+    return [name or None for name in (tasks * images if len(tasks) == 1 else tasks)]
 
 
-def _top_of(sent: Sent, queried: int) -> int:
-    if not sent.top:
-        return queried
-    text = sent.top[0].strip()
+def _top_of(fields: ImmutableMultiDict[str, Any]) -> int:
+    text = str(fields.get("top", _TOP)).strip()
     if not (text.isascii() and text.isdecimal() and len(text) <= 4 and 1 <= int(text) <= _MOST):
         raise Refusal(422, "bad-field", f"top: a whole number from 1 to {_MOST}, not {text[:20]!r}")
     return int(text)
