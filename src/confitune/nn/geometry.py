@@ -88,29 +88,24 @@ class ConvGeometry:
             return slice(None), slice(None)
         if self.padding is None or other.padding is None or not self.mode == other.mode == "zeros":
             return None
-        found = []
-        for axis in (0, 1):
-            place = _axis_place(self, other, axis)
-            if place is None:
-                return None
-            found.append(place)
-        return found[0], found[1]
+        rows, columns = (_axis_place(self, other, axis) for axis in (0, 1))
+        return (rows, columns) if rows and columns else None
 
 
 def _axis_place(big: ConvGeometry, small: ConvGeometry, axis: int) -> slice | None:
-    assert big.padding is not None
-    assert small.padding is not None
-    if big.stride[axis] != small.stride[axis]:
+    (ours, *big_outputs), (theirs, *small_outputs) = (_reads(geometry, axis) for geometry in (big, small))
+    found = [ours.index(pixel) for pixel in theirs if pixel in ours]
+    if big_outputs != small_outputs or len(found) != len(theirs):
         return None
-    slack = [sum(g.padding[axis]) - g.dilation[axis] * (g.kernel[axis] - 1) for g in (big, small) if g.padding]
-    if slack[0] != slack[1]:
-        return None  # not the same number of output positions
-    start, left = divmod(big.padding[axis][0] - small.padding[axis][0], big.dilation[axis])
-    step, left_step = divmod(small.dilation[axis], big.dilation[axis])
-    stop = start + step * (small.kernel[axis] - 1) + 1
-    if left or (left_step and small.kernel[axis] > 1) or start < 0 or stop > big.kernel[axis]:
-        return None
-    return slice(start, stop, max(step, 1))
+    return slice(found[0], found[-1] + 1, found[1] - found[0] if len(found) > 1 else 1)
+
+
+def _reads(geometry: ConvGeometry, axis: int) -> tuple[list[int], int, int]:
+    """The pixel that each tap reads at the first output; the stride and the slack, which make the number of outputs."""
+    assert geometry.padding is not None
+    before, after = geometry.padding[axis]
+    pixels = [tap * geometry.dilation[axis] - before for tap in range(geometry.kernel[axis])]
+    return pixels, geometry.stride[axis], after - pixels[-1]
 
 
 def _phase_membership(size: int, stride: int) -> Tensor:
