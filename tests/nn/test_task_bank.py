@@ -228,9 +228,9 @@ def test_a_task_that_does_not_fit_is_refused_and_leaves_everything_as_it_was(net
     wrong = {
         r"bn\.weight must have shape \(8,\) and is of shape \(9,\)": state | {"bn.weight": torch.zeros(9)},
         r"bn\.running_var must .* and is missing": {k: v for k, v in state.items() if k != "bn.running_var"},
-        r"has no head\.weight": {k: v for k, v in state.items() if k != "head.weight"},
+        r"no head\.weight of shape": {k: v for k, v in state.items() if k != "head.weight"},
         r"head\.weight must have shape \(2, 8\)": state | {"head.weight": torch.zeros(2, 7)},
-        r"head\.weight must have shape \(classes, features\) and has \(2,\)": state | {"head.weight": torch.zeros(2)},
+        r"no head\.weight of shape \(classes, features\)": state | {"head.weight": torch.zeros(2)},
         r"image_size must hold whole numbers": state | {"image_size": torch.tensor([-1, 8])},
         r"head\.bias must have shape \(2,\)": state | {"head.bias": torch.zeros(3)},
         r"task 'b': .* is missing": {k: v for k, v in state.items() if k != "finished"},
@@ -281,7 +281,7 @@ def test_what_a_task_of_resnet18_takes(parts, numbers):
     for task, classes in (("a", 10), ("b", 3)):
         head = classes * 512 + classes
         storage = net.storage()[task]
-        assert (storage.beside_head, storage.head, storage.bytes) == (numbers, head, 4 * (numbers + head))
+        assert (storage.beside_head, storage.head) == (numbers, head)
         # Measured from what is saved, not from a formula: all but the sizes, which are integers.
         saved = [tensor for tensor in net.task_state_dict(task).values() if tensor.is_floating_point()]
         assert sum(tensor.numel() for tensor in saved) == numbers + head

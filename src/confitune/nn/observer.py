@@ -66,19 +66,6 @@ class Observer:
                     buffer.copy_(value)
             self.track(tracked)
 
-    @contextmanager
-    def batch_moments(self) -> Iterator[None]:
-        """Within, batch norms use the moments of the batch at hand and keep nothing of them."""
-        norms = batch_norms(self._backbone)
-        before = [(norm.training, norm.track_running_stats) for norm in norms]
-        try:
-            for norm in norms:
-                norm.training, norm.track_running_stats = True, False
-            yield
-        finally:
-            for norm, (training, keeps) in zip(norms, before, strict=True):
-                norm.training, norm.track_running_stats = training, keeps
-
     # ---- batches that Python does not see --------------------------------------------------------------------------
 
     @property

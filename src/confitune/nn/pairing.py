@@ -23,6 +23,7 @@ from confitune.errors import ConfituneError
 from confitune.nn.geometry import ConvGeometry
 
 _Stamp = tuple[int, int]  # identity and version of a tensor
+_PAD_AS_THEY_SAY = (nn.Conv2d.forward, Conv2dSame.forward)  # others may do anything to their input
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,6 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.flow = Flow()
         self._running: list[tuple[str, nn.Module, tuple[Tensor, ...]]] = []  # convolutions, and what they read
-        self._pads: dict[_Stamp, tuple[_Stamp, tuple[int, ...], str, float]] = {}
         self._alive: list[Any] = []  # so that no identity is used twice
         for name, module in model.named_modules():
             if isinstance(module, (nn.Conv2d, nn.Linear)):
@@ -142,16 +142,9 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         self._alive.append(output)
-        if func is F.pad:
-            self._record_pad(output, *args, **kwargs)
-        elif self._running and (conv := conv_arguments(func, args, kwargs)):
+        if self._running and (conv := conv_arguments(func, args, kwargs)):
             self._record_conv(output, *conv)
         return output
-
-    def _record_pad(
-        self, output: Tensor, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None
-    ) -> None:
-        self._pads[_stamp(output)] = (_stamp(input), tuple(pad), mode, value or 0.0)
 
     def _record_conv(self, output: Tensor, conv_input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         name, module, module_args = self._running[-1]
@@ -161,26 +154,18 @@ class _Recorder(TorchFunctionMode):
                 module=name,
                 reads=_stamp(module_input),
                 makes=_stamp(output),
-                geometry=self._geometry(module, module_input, conv_input),
+                geometry=_geometry(module, module_input, conv_input),
                 direct_weight=weight is own.get("weight") and bias is own.get("bias"),
             )
         )
 
-    def _geometry(self, module: nn.Module, module_input: Tensor, conv_input: Tensor) -> ConvGeometry | None:
-        """Geometry from the module's input to the convolution's output, checked against what was really padded."""
-        if not isinstance(module, nn.Conv2d):  # Linear
-            untouched = module_input.dim() == 2 and _stamp(module_input) == _stamp(conv_input)
-            return ConvGeometry() if untouched else None
-        geometry = conv_geometry(module)
-        if _stamp(module_input) == _stamp(conv_input):
-            return geometry if geometry.mode == "zeros" and geometry.padding is not None else None
-        source, pad, mode, value = self._pads.get(_stamp(conv_input), (None, (), "", 0.0))
-        expected = tuple(
-            amount for axis in (1, 0) for amount in geometry.axis_padding(axis, module_input.shape[2 + axis])
-        )
-        mode = "zeros" if mode == "constant" else mode
-        followed = source == _stamp(module_input) and pad == expected and mode == geometry.mode and not value
-        return geometry if followed else None
+
+def _geometry(module: nn.Module, module_input: Tensor, conv_input: Tensor) -> ConvGeometry | None:
+    """From the module's input to the convolution's output."""
+    untouched = _stamp(module_input) == _stamp(conv_input)
+    if isinstance(module, nn.Conv2d) and (untouched or type(module).forward in _PAD_AS_THEY_SAY):
+        return conv_geometry(module)
+    return ConvGeometry() if untouched and module_input.dim() == 2 else None  # of a Linear
 
 
 def conv_geometry(conv: nn.Conv2d) -> ConvGeometry:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import unfold
 
 from confitune.errors import ConfituneError
-from confitune.nn import ConvGeometry, InputMeans
+from confitune.nn import InputMeans
+from confitune.nn.geometry import ConvGeometry
 
 
 def windows(x: Tensor, conv: nn.Conv2d) -> Tensor:

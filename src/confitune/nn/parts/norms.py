@@ -31,10 +31,6 @@ _LAYER_NORM_2D, _RMS_NORM = {timm.layers.LayerNorm2d.forward}, {nn.RMSNorm.forwa
 _KNOWN = _BATCH_NORM | _GROUP_NORM | _LAYER_NORM | _LAYER_NORM_2D | _RMS_NORM
 
 
-class NoBatchNormError(ConfituneError):
-    """The network has no batch norm, which this method corrects the statistics of."""
-
-
 def norm_layers(backbone: nn.Module) -> dict[str, nn.Module]:
     """All normalisation layers, by name."""
     return {name: module for name, module in backbone.named_modules() if isinstance(module, NORMS)}
@@ -43,19 +39,6 @@ def norm_layers(backbone: nn.Module) -> dict[str, nn.Module]:
 def batch_norms(backbone: nn.Module) -> list[_BatchNorm]:
     """All batch norms, in order."""
     return [module for module in backbone.modules() if isinstance(module, _BatchNorm)]
-
-
-def require_batch_norm(model: nn.Module) -> None:
-    """Raise `NoBatchNormError` for a network without batch norm."""
-    if batch_norms(model):
-        return
-    others = sorted({type(m).__name__ for m in model.modules() if "norm" in type(m).__name__.lower()})
-    has = f"it normalises with {', '.join(others)}" if others else "it has no normalisation layer"
-    raise NoBatchNormError(
-        f"{type(model).__name__} has no batch norm ({has}): ConFiT corrects batch-norm statistics and has nothing to "
-        "work on here. Choose a network with batch norm (`confitune models` lists some), or another method: finetune, "
-        "bn-only and linear-probe run on any network."
-    )
 
 
 class Norms(Part):

@@ -21,9 +21,13 @@ from confitune.errors import ConfituneError
 from confitune.nn.geometry import Means
 from confitune.nn.pairing import ConvCall, Flow, conv_arguments
 from confitune.nn.parts.input_means import InputMeans, Statistics
-from confitune.nn.parts.norms import Norms, require_batch_norm
+from confitune.nn.parts.norms import Norms, batch_norms
 from confitune.nn.parts.part import Facts, Part
 from confitune.nn.recovery import recover_output_mean
+
+
+class NoBatchNormError(ConfituneError):
+    """The network has no batch norm, which this method corrects the statistics of."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,12 @@ class XconvNorms(Part):
         return list(self.inputs.values())
 
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
-        require_batch_norm(backbone)
+        if not batch_norms(backbone):
+            raise NoBatchNormError(
+                f"{type(backbone).__name__} has no batch norm for ConFiT to correct. Choose a network with batch norm "
+                "(`confitune models` lists some), or another method: finetune, bn-only and linear-probe run on any "
+                "network."
+            )
         self.norms.attach(backbone, flow)
         found: list[tuple[str, _BatchNorm, ConvCall]] = []
         readers: dict[Any, dict[str, ConvCall]] = {}  # of each tensor that is read, by their names
