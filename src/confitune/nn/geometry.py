@@ -74,19 +74,20 @@ class ConvGeometry:
         member = _phase_membership(size, self.stride[axis]).T
         return member / member.sum(1, keepdim=True).clamp(min=1)
 
-    def contains(self, other: ConvGeometry) -> tuple[slice, slice] | None:
-        """Where `other`'s window means stand inside this one's, or None.
+    def contains(self, other: ConvGeometry, means: Means) -> tuple[slice, slice] | None:
+        """Where `other`'s means stand inside this one's, or None.
 
-        They do where both have the same output positions and each tap of `other` coincides with one of ours: a 1x1
-        stride-2 shortcut reads exactly what tap (1, 1) of a 3x3 stride-2 convolution with padding 1 reads.
+        Phase means do where strides agree. Window means do where both have the same output positions and each tap of
+        `other` coincides with one of ours: a 1x1 stride-2 shortcut reads exactly what tap (1, 1) of a 3x3 stride-2
+        convolution with padding 1 reads.
 
         >>> big = ConvGeometry(kernel=(3, 3), stride=(2, 2), padding=((1, 1), (1, 1)))
-        >>> big.contains(ConvGeometry(kernel=(1, 1), stride=(2, 2)))
+        >>> big.contains(ConvGeometry(kernel=(1, 1), stride=(2, 2)), "window")
         (slice(1, 2, 1), slice(1, 2, 1))
         """
-        if self == other:
+        if self == other or (means == "phase" and self.stride == other.stride):
             return slice(None), slice(None)
-        if self.padding is None or other.padding is None or not self.mode == other.mode == "zeros":
+        if means == "phase" or self.padding is None or other.padding is None or not self.mode == other.mode == "zeros":
             return None
         rows, columns = (_axis_place(self, other, axis) for axis in (0, 1))
         return (rows, columns) if rows and columns else None

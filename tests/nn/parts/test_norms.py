@@ -116,16 +116,6 @@ def test_a_norm_with_a_forward_of_its_own_cannot_be_mixed(base, learn):
         net(x, torch.zeros(6, dtype=torch.long))
 
 
-def test_a_batch_norm_without_moments_cannot_be_mixed(learn):
-    norm = nn.BatchNorm2d(4, track_running_stats=False)
-    net = ContinualNet(
-        nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.AdaptiveAvgPool2d(1), nn.Flatten()), [Norms(), Head()]
-    )
-    x = learn(net, "a", 2)[0]
-    with pytest.raises(ConfituneError, match="without running statistics has no scale and shift for a mixed batch"):
-        net.eval()(x, torch.zeros(6, dtype=torch.long))
-
-
 # ---- moments and starts ----------------------------------------------------------------------------------------------
 
 

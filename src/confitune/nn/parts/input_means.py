@@ -199,17 +199,11 @@ def _(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
 def _share(geometries: Sequence[ConvGeometry], means: Means) -> tuple[list[ConvGeometry], list[_Reader]]:
     """Fewest tables that serve all geometries, and each geometry's place in them (in the given order)."""
     owners: list[ConvGeometry] = []
-    for geometry in sorted(dict.fromkeys(geometries), key=lambda g: -g.kernel[0] * g.kernel[1]):
-        if not any(_place(owner, geometry, means) for owner in owners):
+    for geometry in sorted(geometries, key=lambda g: -g.kernel[0] * g.kernel[1]):
+        if not any(owner.contains(geometry, means) for owner in owners):
             owners.append(geometry)
     readers = []
     for geometry in geometries:
-        places = ((table, _place(owner, geometry, means)) for table, owner in enumerate(owners))
+        places = ((table, owner.contains(geometry, means)) for table, owner in enumerate(owners))
         readers.append(next(_Reader(geometry, table, place) for table, place in places if place))
     return owners, readers
-
-
-def _place(owner: ConvGeometry, geometry: ConvGeometry, means: Means) -> tuple[slice, slice] | None:
-    if means == "window":
-        return owner.contains(geometry)
-    return (slice(None), slice(None)) if owner.stride == geometry.stride else None
