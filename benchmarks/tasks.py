@@ -58,7 +58,7 @@ def main() -> None:
                 "tasks": index + 1,
                 "seconds": time.perf_counter() - began,
                 "memory_bytes": memory_in_use(device),
-                "stored_bytes": sum(entry.bytes for entry in net.storage().values()),
+                "stored_bytes": sum(entry.row.nbytes for entry in net.tasks.values()),
             }
         )
         if (index + 1) % 10 == 0:

@@ -105,7 +105,7 @@ def test_weights_that_cannot_be_fetched_say_what_to_do(monkeypatch):
         raise OSError("no route to host")
 
     monkeypatch.setattr(timm, "create_model", unreachable)
-    with pytest.raises(ConfituneError, match=r"weights of 'resnet18' could not .*no route to host.*--weights PATH"):
+    with pytest.raises(ConfituneError, match=r"'resnet18' of timm could not .*no route to host.*--weights PATH"):
         create_backbone("resnet18")
 
 
@@ -118,33 +118,25 @@ def test_weights_of_another_network_are_refused(small, tmp_path):
     shape = tuple(state[name].shape)
     before = state_sha256(small)
     wider = state | {name: torch.zeros(shape[0] + 1, *shape[1:])}
-    with pytest.raises(ConfituneError, match=f"1 tensors of another shape, 0 missing .{name} is .{shape[0] + 1}, "):
+    with pytest.raises(ConfituneError, match=f"1 tensors are missing or of another shape .{name}.. "):
         load_weights(small, wider, "x")
     fewer = {key: value for key, value in state.items() if key != name}
-    with pytest.raises(ConfituneError, match=f"0 tensors of another shape, 1 missing .{name} is missing"):
+    with pytest.raises(ConfituneError, match=f"1 tensors are missing or of another shape .{name}.. "):
         load_weights(small, fewer, "x")
     assert state_sha256(small) == before
 
 
-def test_the_classification_layer_is_loaded_where_it_fits(small):
-    twin = build_model("test_resnet")
-    assert not torch.equal(twin.fc.weight, small.fc.weight)
+def test_a_classification_layer_of_any_size_is_left_out(small):
     counters = [key for key in small.state_dict() if key.endswith("num_batches_tracked")]
     without = {key: value for key, value in small.state_dict().items() if key not in counters}  # as in older files
+    twin = headless(build_model("test_resnet"))
     load_weights(twin, without, "x")
-    assert state_sha256(twin) == state_sha256(small)
-    other = timm.create_model("test_resnet", num_classes=7)
-    head = other.fc.weight.detach().clone()
-    load_weights(other, small.state_dict(), "x")
-    assert torch.equal(other.fc.weight, head)
-    assert state_sha256(headless(other)) == state_sha256(headless(small))
-    # torchvision has no get_classifier: its last Linear layer is found by what flows.
+    assert state_sha256(twin) == state_sha256(headless(copy.deepcopy(small)))
+    # torchvision has no reset_classifier: its last Linear layer is found by what flows.
     torch.manual_seed(3)
-    source = torchvision.models.resnet18(num_classes=7)
-    target = torchvision.models.resnet18(num_classes=5)
+    source, target = torchvision.models.resnet18(num_classes=7), headless(torchvision.models.resnet18())
     load_weights(target, source.state_dict(), "x")
     assert torch.equal(target.conv1.weight, source.conv1.weight)
-    assert target.fc.weight.shape == (5, 512)
 
 
 def test_files_that_hold_no_weights_are_refused(small, tmp_path):

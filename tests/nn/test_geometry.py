@@ -5,7 +5,7 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from confitune.nn import ConvGeometry
+from confitune.nn.geometry import ConvGeometry
 
 
 @given(

@@ -7,7 +7,8 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from confitune.nn import ContinualNet, Head, Norms, Observer, XconvNorms
+from confitune.nn import ContinualNet, Head, Norms, XconvNorms
+from confitune.nn.observer import Observer
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ def live(net: ContinualNet) -> dict[str, Tensor]:
 
 
 def snapshot(net: ContinualNet) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in live(net).items()}
+    """All but planes of sums, which are zero now and made where a network is trained."""
+    return {name: tensor.detach().clone() for name, tensor in live(net).items() if ".plane" not in name}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -227,9 +228,9 @@ def test_a_task_that_does_not_fit_is_refused_and_leaves_everything_as_it_was(net
     wrong = {
         r"bn\.weight must have shape \(8,\) and is of shape \(9,\)": state | {"bn.weight": torch.zeros(9)},
         r"bn\.running_var must .* and is missing": {k: v for k, v in state.items() if k != "bn.running_var"},
-        r"has no head\.weight": {k: v for k, v in state.items() if k != "head.weight"},
+        r"no head\.weight of shape": {k: v for k, v in state.items() if k != "head.weight"},
         r"head\.weight must have shape \(2, 8\)": state | {"head.weight": torch.zeros(2, 7)},
-        r"head\.weight must have shape \(classes, features\) and has \(2,\)": state | {"head.weight": torch.zeros(2)},
+        r"no head\.weight of shape \(classes, features\)": state | {"head.weight": torch.zeros(2)},
         r"image_size must hold whole numbers": state | {"image_size": torch.tensor([-1, 8])},
         r"head\.bias must have shape \(2,\)": state | {"head.bias": torch.zeros(3)},
         r"task 'b': .* is missing": {k: v for k, v in state.items() if k != "finished"},
@@ -280,7 +281,7 @@ def test_what_a_task_of_resnet18_takes(parts, numbers):
     for task, classes in (("a", 10), ("b", 3)):
         head = classes * 512 + classes
         storage = net.storage()[task]
-        assert (storage.beside_head, storage.head, storage.bytes) == (numbers, head, 4 * (numbers + head))
+        assert (storage.beside_head, storage.head) == (numbers, head)
         # Measured from what is saved, not from a formula: all but the sizes, which are integers.
         saved = [tensor for tensor in net.task_state_dict(task).values() if tensor.is_floating_point()]
         assert sum(tensor.numel() for tensor in saved) == numbers + head
@@ -302,13 +303,13 @@ def test_a_task_goes_on_after_one_of_another_size(backbone, learn):
     net = ContinualNet(backbone(), [XconvNorms(), Head()])
     learn(net, "a", 2, size=8, finish=False)
     stem = net.parts["norms"].input_means[0]
-    earlier = stem.view(0).clone()
+    earlier = stem.window_means(0).clone()
     learn(net, "b", 2, size=12, finish=False)
     net.set_task("a")
     x = torch.randn(6, 3, 8, 8)
     net.train()(x)
     columns = nn.functional.unfold(x, 3, padding=1).mean((0, 2)).reshape(3, 3, 3)
-    torch.testing.assert_close(stem.view(0), 0.9 * earlier + 0.1 * columns)
+    torch.testing.assert_close(stem.window_means(0), 0.9 * earlier + 0.1 * columns)
 
 
 def test_what_is_shared_is_the_backbone_without_what_tasks_own(net, make, learn):

@@ -97,11 +97,9 @@ class Executor:
 
     def features(self, x: Tensor) -> Tensor:
         """What the backbone makes of training images, by compiled code where that is there."""
-        if self._backbone is None:
-            return self.net.features(x)
-        self.net.begin_batch(x)
-        features = self._backbone(x)
-        self.net.observer.count()
+        features = self.net.features(x, self._backbone)
+        if self._backbone is not None:
+            self.net.observer.count()
         return features
 
     def __call__(

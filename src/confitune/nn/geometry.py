@@ -74,43 +74,39 @@ class ConvGeometry:
         member = _phase_membership(size, self.stride[axis]).T
         return member / member.sum(1, keepdim=True).clamp(min=1)
 
-    def contains(self, other: ConvGeometry) -> tuple[slice, slice] | None:
-        """Where `other`'s window means stand inside this one's, or None.
+    def contains(self, other: ConvGeometry, means: Means) -> tuple[slice, slice] | None:
+        """Where `other`'s means stand inside this one's, or None.
 
-        They do where both have the same output positions and each tap of `other` coincides with one of ours: a 1x1
-        stride-2 shortcut reads exactly what tap (1, 1) of a 3x3 stride-2 convolution with padding 1 reads.
+        Phase means do where strides agree. Window means do where both have the same output positions and each tap of
+        `other` coincides with one of ours: a 1x1 stride-2 shortcut reads exactly what tap (1, 1) of a 3x3 stride-2
+        convolution with padding 1 reads.
 
         >>> big = ConvGeometry(kernel=(3, 3), stride=(2, 2), padding=((1, 1), (1, 1)))
-        >>> big.contains(ConvGeometry(kernel=(1, 1), stride=(2, 2)))
+        >>> big.contains(ConvGeometry(kernel=(1, 1), stride=(2, 2)), "window")
         (slice(1, 2, 1), slice(1, 2, 1))
         """
-        if self == other:
+        if self == other or (means == "phase" and self.stride == other.stride):
             return slice(None), slice(None)
-        if self.padding is None or other.padding is None or not self.mode == other.mode == "zeros":
+        if means == "phase" or self.padding is None or other.padding is None or not self.mode == other.mode == "zeros":
             return None
-        found = []
-        for axis in (0, 1):
-            place = _axis_place(self, other, axis)
-            if place is None:
-                return None
-            found.append(place)
-        return found[0], found[1]
+        rows, columns = (_axis_place(self, other, axis) for axis in (0, 1))
+        return (rows, columns) if rows and columns else None
 
 
 def _axis_place(big: ConvGeometry, small: ConvGeometry, axis: int) -> slice | None:
-    assert big.padding is not None
-    assert small.padding is not None
-    if big.stride[axis] != small.stride[axis]:
+    (ours, *big_outputs), (theirs, *small_outputs) = (_reads(geometry, axis) for geometry in (big, small))
+    found = [ours.index(pixel) for pixel in theirs if pixel in ours]
+    if big_outputs != small_outputs or len(found) != len(theirs):
         return None
-    slack = [sum(g.padding[axis]) - g.dilation[axis] * (g.kernel[axis] - 1) for g in (big, small) if g.padding]
-    if slack[0] != slack[1]:
-        return None  # not the same number of output positions
-    start, left = divmod(big.padding[axis][0] - small.padding[axis][0], big.dilation[axis])
-    step, left_step = divmod(small.dilation[axis], big.dilation[axis])
-    stop = start + step * (small.kernel[axis] - 1) + 1
-    if left or (left_step and small.kernel[axis] > 1) or start < 0 or stop > big.kernel[axis]:
-        return None
-    return slice(start, stop, max(step, 1))
+    return slice(found[0], found[-1] + 1, found[1] - found[0] if len(found) > 1 else 1)
+
+
+def _reads(geometry: ConvGeometry, axis: int) -> tuple[list[int], int, int]:
+    """The pixel that each tap reads at the first output; the stride and the slack, which make the number of outputs."""
+    assert geometry.padding is not None
+    before, after = geometry.padding[axis]
+    pixels = [tap * geometry.dilation[axis] - before for tap in range(geometry.kernel[axis])]
+    return pixels, geometry.stride[axis], after - pixels[-1]
 
 
 def _phase_membership(size: int, stride: int) -> Tensor:

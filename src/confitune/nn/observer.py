@@ -8,7 +8,7 @@ over a task's images with the final weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ class Observer:
         self._inputs = [inputs for part in parts for inputs in part.input_means]
         self.statistics: Statistics = parts[0].statistics if parts else "running"
         self.image_size: Size | None = None
-        self._sums: list[Tensor] = []  # of batch moments in a pass; kept for the next one
         self.track(self.statistics == "running")
 
     @property
@@ -49,13 +48,14 @@ class Observer:
 
     def track(self, on: bool) -> None:
         """Whether the next training batches count for the input means."""
+        self._tracking = on
         for inputs in self._inputs:
             inputs.tracking = on
 
     @contextmanager
     def untracked(self) -> Iterator[None]:
         """Within, training passes leave input means and running moments as they are."""
-        tracked, buffers = [inputs.tracking for inputs in self._inputs], list(self._backbone.buffers())
+        tracked, buffers = self._tracking, list(self._backbone.buffers())
         before = [buffer.clone() for buffer in buffers]
         self.track(False)
         try:
@@ -64,28 +64,14 @@ class Observer:
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
                     buffer.copy_(value)
-            for inputs, tracking in zip(self._inputs, tracked, strict=True):
-                inputs.tracking = tracking
-
-    @contextmanager
-    def batch_moments(self) -> Iterator[None]:
-        """Within, batch norms use the moments of the batch at hand and keep nothing of them."""
-        norms = batch_norms(self._backbone)
-        before = [(norm.training, norm.track_running_stats) for norm in norms]
-        try:
-            for norm in norms:
-                norm.training, norm.track_running_stats = True, False
-            yield
-        finally:
-            for norm, (training, keeps) in zip(norms, before, strict=True):
-                norm.training, norm.track_running_stats = training, keeps
+            self.track(tracked)
 
     # ---- batches that Python does not see --------------------------------------------------------------------------
 
     @property
     def sizes_known(self) -> bool:
         """Whether every input that is tracked has shown its size."""
-        return all(inputs.size is not None for inputs in self._inputs if inputs.tracking)
+        return not self._tracking or all(inputs.size is not None for inputs in self._inputs)
 
     @property
     def seen(self) -> Seen:
@@ -99,15 +85,15 @@ class Observer:
             seen: from right after the capture.
         """
         self.image_size, sizes = seen
-        for inputs, size in zip(self._inputs, sizes, strict=True):
-            if inputs.tracking and inputs.size is None and size is not None:
-                inputs.resize(size)
+        if self._tracking:
+            for inputs, size in zip(self._inputs, sizes, strict=True):
+                inputs.size = inputs.size or size
         self.count()
 
     def count(self) -> None:
         """One more tracked batch was taken in, by compiled code."""
-        for inputs in self._inputs:
-            if inputs.tracking:
+        if self._tracking:
+            for inputs in self._inputs:
                 inputs.count()
 
     @property
@@ -127,44 +113,46 @@ class Observer:
 
     @contextmanager
     def averaging(self) -> Iterator[Callable[[], None]]:
-        """Within, moments and input means become averages over whole training batches.
+        """Within, in training mode, moments and input means become averages over whole batches (Eq. 3, Eq. 10).
 
         Gives a function to be called after each batch.
         """
         norms = [norm for norm in batch_norms(self._backbone) if norm.training]  # others keep what they have
-        momenta, moments, batches = [norm.momentum for norm in norms], self._moments(norms), 0
-        if [(s.shape, s.device, s.dtype) for s in self._sums] != [(m.shape, m.device, m.dtype) for m in moments]:
-            self._sums = [torch.empty_like(moment) for moment in moments]
+        momenta, moments, tracked, batches = [norm.momentum for norm in norms], self._moments(norms), self._tracking, 0
+        sums = [torch.zeros_like(moment) for moment in moments]
         if moments:
-            torch._foreach_zero_([*self._sums, *moments])  # what is not finite must not live on
+            torch._foreach_zero_(moments)  # what is not finite must not live on
 
         def add() -> None:
             nonlocal batches
             batches += 1
             if moments:
-                torch._foreach_add_(self._sums, moments)
+                torch._foreach_add_(sums, moments)
 
         try:
             for norm in norms:
                 norm.momentum = 1.0  # running moments become the batch's own, to be added up
-            with ExitStack() as stack:
-                for inputs in self._inputs:
-                    stack.enter_context(inputs.averaging())
-                yield add
+            self.track(True)
+            for inputs in self._inputs:
+                inputs.reset()
+                inputs.cumulative = True
+            yield add
             if batches and moments:
                 with torch.no_grad():
-                    torch._foreach_div_(self._sums, batches)
-                    torch._foreach_copy_(moments, self._sums)
+                    torch._foreach_div_(sums, batches)
+                    torch._foreach_copy_(moments, sums)
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
+            self.track(tracked)
+            for inputs in self._inputs:
+                inputs.fold()  # while it is still known to be a sum
+                inputs.cumulative = False
 
     def finite(self) -> Tensor:
         """Whether all moments and input means are finite, as a tensor that nobody has waited for."""
-        found = [
-            *self._moments(batch_norms(self._backbone)),
-            *(table for inputs in self._inputs for table in inputs.tables),
-        ]
+        tables = [table for inputs in self._inputs for table in inputs.tables]
+        found = [*self._moments(batch_norms(self._backbone)), *tables]
         if not found:
             return torch.tensor(True)
         return torch.stack(torch._foreach_norm(found, float("inf"))).isfinite().all()

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from timm.layers import Conv2dSame
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 
 from confitune.errors import ConfituneError
 from confitune.nn.geometry import ConvGeometry
 
 _Stamp = tuple[int, int]  # identity and version of a tensor
+_PAD_AS_THEY_SAY = (nn.Conv2d.forward, Conv2dSame.forward)  # others may do anything to their input
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,9 @@ class Flow:
     """What one forward pass showed."""
 
     features: tuple[int, ...] | None = None  # shape of the output, without the batch; None: not one tensor
+    last: str | None = None  # the convolution or Linear whose output is the network's output
     convs: list[ConvCall] = field(default_factory=list)
     norms: list[tuple[str, _Stamp]] = field(default_factory=list)
-    last_linear: str | None = None  # the Linear whose output is the network's output
-    made_by: dict[_Stamp, str] = field(default_factory=dict)
 
     def conv_before(self, norm: str) -> tuple[ConvCall | None, str]:
         """The convolution whose output `norm` reads, or None and the reason in words."""
@@ -52,7 +53,7 @@ class Flow:
             return None, "is called more than once" if calls else "is not called in a forward pass"
         call = next((call for call in self.convs if call.makes == calls[0]), None)
         if call is None:
-            return None, f"reads the output of {self.made_by.get(calls[0], 'no operation that was seen')}"
+            return None, "reads no convolution's output as it is"
         if Counter(conv.module for conv in self.convs)[call.module] > 1:
             return None, f"its convolution {call.module} is called more than once"
         if call.geometry is None:
@@ -101,91 +102,70 @@ def _trace(model: nn.Module, example: Tensor) -> Flow:
         output = model(example)
     if isinstance(output, Tensor):
         recorder.flow.features = tuple(output.shape[1:])
-        last = recorder.made_by_module.get(_stamp(output))
-        recorder.flow.last_linear = last if last and isinstance(model.get_submodule(last), nn.Linear) else None
+        recorder.flow.last = next((c.module for c in recorder.flow.convs if c.makes == _stamp(output)), None)
     return recorder.flow
+
+
+def conv_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Input, weight and bias where a call of torch is that of a convolution or a linear layer."""
+    if func not in (F.conv2d, F.linear):
+        return None
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    return given["input"], given["weight"], given.get("bias")
 
 
 class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.flow = Flow()
-        self.made_by_module: dict[_Stamp, str] = {}
-        self._stack: list[tuple[str, nn.Module, Tensor | None]] = []
-        self._pads: dict[_Stamp, tuple[_Stamp, tuple[int, ...], str, float]] = {}
-        self._alive: list[Tensor] = []  # so that no identity is used twice
+        self._running: list[tuple[str, nn.Module, tuple[Tensor, ...]]] = []  # convolutions, and what they read
+        self._alive: list[Any] = []  # so that no identity is used twice
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(self._entering(name))
-            module.register_forward_hook(self._leaving)
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
+                module.register_forward_pre_hook(partial(self._entering, name))
+                module.register_forward_hook(self._leaving)
+            elif isinstance(module, _BatchNorm):
+                module.register_forward_pre_hook(partial(self._normalising, name))
 
-    def _entering(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            first = args[0] if args and isinstance(args[0], Tensor) else None
-            self._stack.append((name, module, first))
-            if isinstance(module, _BatchNorm) and first is not None:
-                self._alive.append(first)
-                self.flow.norms.append((name, _stamp(first)))
-
-        return hook
+    def _entering(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._alive.append(args)
+        self._running.append((name, module, args))
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._stack.pop()
+        self._running.pop()
+
+    def _normalising(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._alive.append(args)
+        self.flow.norms += [(name, _stamp(x)) for x in args]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        before = {id(tensor) for tensor in _tensors(args)}
         output = func(*args, **kwargs)
-        name = (resolve_name(func) or getattr(func, "__name__", str(func))).rsplit(".", 1)[-1].strip("_")
-        for tensor in _tensors(output):
-            self._alive.append(tensor)
-            # contiguous() and the like may hand back their input untouched: that is still what its maker made
-            if id(tensor) not in before or _stamp(tensor) not in self.flow.made_by:
-                self.flow.made_by[_stamp(tensor)] = name
-        if name == "pad" and isinstance(output, Tensor):
-            self._record_pad(output, *args, **kwargs)
-        elif name in ("conv2d", "linear") and self._stack:
-            self._record_conv(name, output, args, kwargs)
+        self._alive.append(output)
+        if self._running and (conv := conv_arguments(func, args, kwargs)):
+            self._record_conv(output, *conv)
         return output
 
-    def _record_pad(
-        self, output: Tensor, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None
-    ) -> None:
-        self._pads[_stamp(output)] = (_stamp(input), tuple(pad), mode, value or 0.0)
-
-    def _record_conv(self, name: str, output: Tensor, args: Any, kwargs: Any) -> None:
-        module_name, module, module_input = self._stack[-1]
-        if not isinstance(module, (nn.Conv2d, nn.Linear)) or module_input is None:
-            return
-        weight = args[1] if len(args) > 1 else kwargs["weight"]
-        bias = args[2] if len(args) > 2 else kwargs.get("bias")
-        own = module._parameters
-        self.made_by_module[_stamp(output)] = module_name
-        self._alive.append(module_input)
+    def _record_conv(self, output: Tensor, conv_input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        name, module, module_args = self._running[-1]
+        module_input, own = next(iter(module_args), conv_input), module._parameters
         self.flow.convs.append(
             ConvCall(
-                module=module_name,
+                module=name,
                 reads=_stamp(module_input),
                 makes=_stamp(output),
-                geometry=self._geometry(module, module_input, args[0]),
+                geometry=_geometry(module, module_input, conv_input),
                 direct_weight=weight is own.get("weight") and bias is own.get("bias"),
             )
         )
 
-    def _geometry(self, module: nn.Conv2d | nn.Linear, module_input: Tensor, conv_input: Tensor) -> ConvGeometry | None:
-        """Geometry from the module's input to the convolution's output, checked against what was really padded."""
-        if isinstance(module, nn.Linear):
-            untouched = module_input.dim() == 2 and _stamp(module_input) == _stamp(conv_input)
-            return ConvGeometry() if untouched else None
-        geometry = conv_geometry(module)
-        if _stamp(module_input) == _stamp(conv_input):
-            return geometry if geometry.mode == "zeros" and geometry.padding is not None else None
-        source, pad, mode, value = self._pads.get(_stamp(conv_input), (None, (), "", 0.0))
-        expected = tuple(
-            amount for axis in (1, 0) for amount in geometry.axis_padding(axis, module_input.shape[2 + axis])
-        )
-        mode = "zeros" if mode == "constant" else mode
-        followed = source == _stamp(module_input) and pad == expected and mode == geometry.mode and not value
-        return geometry if followed else None
+
+def _geometry(module: nn.Module, module_input: Tensor, conv_input: Tensor) -> ConvGeometry | None:
+    """From the module's input to the convolution's output."""
+    untouched = _stamp(module_input) == _stamp(conv_input)
+    if isinstance(module, nn.Conv2d) and (untouched or type(module).forward in _PAD_AS_THEY_SAY):
+        return conv_geometry(module)
+    return ConvGeometry() if untouched and module_input.dim() == 2 else None  # of a Linear
 
 
 def conv_geometry(conv: nn.Conv2d) -> ConvGeometry:
@@ -202,11 +182,3 @@ def conv_geometry(conv: nn.Conv2d) -> ConvGeometry:
 
 def _stamp(tensor: Tensor) -> _Stamp:
     return id(tensor), tensor._version
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)

@@ -34,17 +34,14 @@ def window_means_from_phases(phase_means: Tensor, geometry: ConvGeometry, size: 
 
     Same number as building the map, running the convolution on it and averaging the output (Eq. 11), without the map.
     """
-    rows, columns = (on_device(geometry.window_from_phases, axis, size[axis], phase_means) for axis in (0, 1))
+    along = (phase_means.device, phase_means.dtype)
+    rows, columns = (on_device(geometry.window_from_phases, axis, size[axis], *along) for axis in (0, 1))
     return rows @ phase_means @ columns.T
 
 
-def on_device(matrix: Callable[[int, int], Tensor], axis: int, size: int, like: Tensor) -> Tensor:
-    """A geometry's matrix of one axis where `like` is: made and copied once, since a copy would make a GPU wait."""
-    return _made(matrix, axis, size, like.device, like.dtype)
-
-
 @lru_cache(maxsize=4096)
-def _made(
+def on_device(
     matrix: Callable[[int, int], Tensor], axis: int, size: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
+    """A geometry's matrix of one axis, made and copied once, since a copy would make a GPU wait."""
     return matrix(axis, size).to(device, dtype)

@@ -32,19 +32,18 @@ class TaskEntry:
 
 @dataclass(frozen=True)
 class TaskStorage:
-    """What a task adds to the network."""
+    """How many numbers a task adds to the network."""
 
-    parts: Mapping[str, int]  # numbers by part
-    bytes: int
+    parts: Mapping[str, int]
 
     @property
     def head(self) -> int:
-        """Numbers of its head."""
+        """Of its head."""
         return self.parts.get(Head.name, 0)
 
     @property
     def beside_head(self) -> int:
-        """Numbers of all other parts."""
+        """Of all other parts."""
         return sum(self.parts.values()) - self.head
 
 
@@ -81,14 +80,6 @@ class TaskBank:
                 "size it was trained on: resize the images"
             )
 
-    def require_pretrained_without(self, owns: Iterable[str]) -> None:
-        """Raise where a task that owns only these parts has nothing for the others."""
-        if unknown := set(owns) - set(self._parts):
-            raise ConfituneError(f"{unknown.pop()!r} is no part of this network; its parts: {', '.join(self._parts)}")
-        for name, part in self._parts.items():
-            if name not in owns and part.live(False) and not part.pretrained():
-                raise ConfituneError(f"a task without own {name} needs a network that keeps the pre-trained ones")
-
     @torch.no_grad()
     def load(self, entry: TaskEntry) -> None:
         """Copy a task's row into the live tensors; parts that it does not own become those of pre-training."""
@@ -108,12 +99,9 @@ class TaskBank:
         return dict(zip(shapes, split_row(entry.row, list(shapes.values())), strict=True))
 
     def storage(self, entry: TaskEntry) -> TaskStorage:
-        """What a task takes, measured from what is stored."""
-        numbers = {
-            name: sum(shape.numel() for shape in self._shapes((name,), entry.finished, len(entry.classes)).values())
-            for name in entry.owns
-        }
-        return TaskStorage(numbers, entry.row.numel() * entry.row.element_size())
+        """What a task takes."""
+        shapes = {name: self._shapes((name,), entry.finished, len(entry.classes)) for name in entry.owns}
+        return TaskStorage({name: sum(shape.numel() for shape in of.values()) for name, of in shapes.items()})
 
     def _shapes(self, owns: Sequence[str], finished: bool, classes: int) -> dict[str, torch.Size]:
         return {k: shape for name in owns for k, shape in self._parts[name].shapes(finished, classes).items()}
@@ -132,41 +120,36 @@ class TaskBank:
         self, name: str, state: Mapping[str, Tensor], classes: Sequence[str] | None, like: Tensor
     ) -> TaskEntry:
         """The entry for a task's named tensors, checked against what this network keeps."""
-        if "head.weight" not in state:
-            raise ConfituneError(f"the state for task {name!r} has no head.weight: it is not a task's state")
-        shape = tuple(state["head.weight"].shape)
-        if len(shape) != 2:
-            raise ConfituneError(f"task {name!r}: head.weight must have shape (classes, features) and has {shape}")
+        head = state.get("head.weight", torch.empty(0))
+        if head.dim() != 2:
+            raise ConfituneError(f"task {name!r}: no head.weight of shape (classes, features): it is no task's state")
         if classes is None:
-            classes = self.tasks[name].classes if name in self.tasks else tuple(map(str, range(shape[0])))
-        if len(classes) != shape[0] or len(set(classes)) != shape[0]:
-            raise ConfituneError(f"task {name!r}: {len(set(classes))} class names for a head of {shape[0]} classes")
+            classes = self.tasks[name].classes if name in self.tasks else tuple(map(str, range(len(head))))
+        if len(classes) != len(head) or len(set(classes)) != len(head):
+            raise ConfituneError(f"task {name!r}: {len(set(classes))} class names for a head of {len(head)} classes")
         finished = "finished" in state and bool(state["finished"].all())
         owns = tuple(
             part.name
             for part in self._parts.values()
             if not part.pretrained() or any(key in state for key in part.shapes(finished, len(classes)))
         )
-        expected = self._shapes(owns, finished, len(classes))
+        tensors = self._shapes(owns, finished, len(classes))
         facts = {key: (len(fact),) for part in owns for key, fact in self._parts[part].facts().items()}
         whole = facts | {"image_size": (2,), "finished": ()}
-        for key, shape in (expected | whole).items():
+        for key, shape in (tensors | whole).items():
             if key not in state or tuple(state[key].shape) != tuple(shape):
                 got = f"of shape {tuple(state[key].shape)}" if key in state else "missing"
                 raise ConfituneError(
                     f"task {name!r}: {key} must have shape {tuple(shape)} and is {got}; is it the task of another "
                     "network, or of one with other means?"
                 )
-        for key in whole:
-            values = state[key]
+        for key, values in ((key, state[key]) for key in whole):
             if values.is_floating_point() or values.is_complex() or not bool((values.long() >= 0).all()):
-                raise ConfituneError(
-                    f"task {name!r}: {key} must hold whole numbers from 0 on and holds {values.tolist()}"
-                )
+                raise ConfituneError(f"task {name!r}: {key} must hold whole numbers from 0 on, not {values.tolist()}")
         height, width = state["image_size"].tolist()
         return TaskEntry(
             classes=tuple(classes),
-            row=torch.cat([state[key].reshape(-1).to(like) for key in expected]),
+            row=torch.cat([state[key].reshape(-1).to(like) for key in tensors]),
             owns=owns,
             finished=finished,
             image_size=(height, width) if height else None,

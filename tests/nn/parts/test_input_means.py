@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import unfold
 
 from confitune.errors import ConfituneError
-from confitune.nn import ConvGeometry, InputMeans
+from confitune.nn import InputMeans
+from confitune.nn.geometry import ConvGeometry
 
 
 def windows(x: Tensor, conv: nn.Conv2d) -> Tensor:
@@ -43,7 +44,7 @@ def test_statistics_do_not_lose_precision_to_autocast(xconv):
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.rand(8, 2, 9, 9))
     assert inputs[0].dtype == torch.bfloat16
-    torch.testing.assert_close(layer.inputs.view(0), windows(inputs[0].float(), model[1]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(layer.inputs.window_means(0), windows(inputs[0].float(), model[1]), rtol=0, atol=1e-6)
 
 
 geometries = st.builds(
@@ -110,7 +111,10 @@ READERS = (ConvGeometry((3, 3), (2, 2), padding=((1, 1), (1, 1))), ConvGeometry(
 
 
 def tracker(means="window", momentum=0.1) -> InputMeans:
-    return InputMeans(2, READERS, means, momentum).train()
+    """Without a momentum for a plain average."""
+    statistics = InputMeans(2, READERS, means, momentum or 0.1).train()
+    statistics.cumulative = momentum is None
+    return statistics
 
 
 def drawn(count: int, seed: int = 0, dtype=torch.float32) -> list[Tensor]:
@@ -246,7 +250,7 @@ def test_planes_of_one_size_keep_their_address():
     seen(statistics, [torch.rand(2, 2, 4, 4)])
     assert statistics._plane.data_ptr() != address
     statistics.reset()
-    statistics.resize((6, 5))
+    statistics.size = (6, 5)
     assert statistics._plane.data_ptr() == address
     assert (statistics._plane == 0).all()
 

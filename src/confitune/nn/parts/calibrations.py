@@ -49,11 +49,9 @@ class Calibrations(Part):
                 norm.register_forward_pre_hook(layer.calibrate_input)
 
     def live(self, finished: bool) -> dict[str, Tensor]:
-        found = {}
-        for name, layer in zip(self.names, self.layers, strict=True):
-            for key, parameter in layer.named_parameters():
-                found[f"{name}.calibration.{key}"] = parameter.detach()
-        return found
+        layers = zip(self.names, self.layers, strict=True)
+        found = ((name, key, p) for name, layer in layers for key, p in layer.named_parameters())
+        return {f"{name}.calibration.{key}": parameter.detach() for name, key, parameter in found}
 
     def start(self, generator: torch.Generator | None) -> None:
         for layer in self.layers:
@@ -61,7 +59,7 @@ class Calibrations(Part):
             layer.reset(generator)
 
     def offered(self) -> list[nn.Parameter]:
-        return [*self.parameters()]
+        return list(self.parameters())
 
 
 class Calibration(nn.Module):

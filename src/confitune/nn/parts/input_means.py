@@ -9,10 +9,8 @@ once. Tables of windows or phases are made of the sum when somebody asks for the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +22,7 @@ from confitune.nn.recovery import on_device, window_means_from_phases
 Statistics = Literal["running", "pass"]
 
 
-@dataclass(frozen=True)
-class _Reader:
+class _Reader(NamedTuple):
     geometry: ConvGeometry
     table: int
     place: tuple[slice, slice]
@@ -37,33 +34,34 @@ class InputMeans(nn.Module):
     Tables are [C, K, K] window means or [C, s, s] phase means. A geometry whose window means stand inside another's
     (or that has the same stride, for phase means) gets a view instead of a table of its own.
 
-    Buffers are not persistent, so a converted network has the keys of the original; `ContinualNet` saves them.
+    Buffers are not persistent, so a converted network has the keys of the original; `ContinualNet` saves them. Their
+    addresses never change: captured graphs rely on them.
+
+    Attributes:
+        tracking: whether training batches are taken in.
+        cumulative: whether their average is a plain one, not an exponential one with `momentum`.
+        size: of the tensor's planes in this task.
+        batches: taken in since the last reset.
     """
 
     share: Tensor
 
-    def __init__(self, channels: int, geometries: Sequence[ConvGeometry], means: Means, momentum: float | None) -> None:
+    def __init__(self, channels: int, geometries: Sequence[ConvGeometry], means: Means, momentum: float) -> None:
         super().__init__()
-        self.channels = channels
-        self.means = means
-        self.momentum = momentum
-        self.tracking = True
-        self.cumulative = momentum is None
+        self.channels, self.means, self.momentum = channels, means, momentum
+        self.tracking, self.cumulative = True, False
         self.size: Size | None = None
-        self.batches = 0  # seen since the last reset
+        self.batches = 0
         self._pending = 0  # of them, how many are in `_plane` and not yet in the tables
         self._owners, self.readers = _share(geometries, means)
         for table, owner in enumerate(self._owners):
             shape = owner.kernel if means == "window" else owner.stride
             self.register_buffer(f"table{table}", torch.zeros(channels, *shape), persistent=False)
         self.register_buffer("share", torch.ones(()), persistent=False)  # of the next batch in an exponential average
-        self._share_is = 1.0
-        self._plane = torch.empty(0)  # [H, W, C]: what the pending batches add up to
-        self._planes: dict[Size, Tensor] = {}  # at addresses that captured graphs can rely on
 
     @property
     def tables(self) -> list[Tensor]:
-        """The distinct tables, at fixed addresses."""
+        """The distinct tables."""
         self.fold()
         return self.unfolded
 
@@ -71,6 +69,15 @@ class InputMeans(nn.Module):
     def unfolded(self) -> list[Tensor]:
         """The same without the pending batches."""
         return [self.get_buffer(f"table{index}") for index in range(len(self._owners))]
+
+    @property
+    def _plane(self) -> Tensor:
+        """[H, W, C]: what the pending batches add up to. Made when it is needed: a task that is only used has none."""
+        assert self.size is not None
+        name = f"plane{self.size[0]}x{self.size[1]}"
+        if name not in self._buffers:
+            self.register_buffer(name, self.share.new_zeros(*self.size, self.channels), persistent=False)
+        return self.get_buffer(name)
 
     def live_state(self) -> dict[str, Any]:
         """Everything, exactly as it is: going on from it gives the same bits."""
@@ -88,37 +95,20 @@ class InputMeans(nn.Module):
         self.restore(state["size"], state["batches"])
         torch._foreach_copy_(self.unfolded, list(state["tables"]))
         if state["pending"]:
-            self.resize(state["size"])
             self._plane.copy_(state["plane"])
             self._pending = state["pending"]
 
     def reset(self) -> None:
         """Forget everything; the next tracked batch sets the tables."""
         self.restore(None, 0)
-        for table in self.tables:
+        for table in self.unfolded:
             table.zero_()
 
     def restore(self, size: Size | None, batches: int) -> None:
         """What was live is replaced: by tables of so many batches, measured at `size`, that the caller puts in."""
         if self._pending:
             self._plane.zero_()
-        self.size, self.batches, self._pending = size, batches, 0
-        self._plane = self._known_plane()
-        self._set_share()
-
-    @contextmanager
-    def averaging(self) -> Iterator[None]:
-        """Within, a new average over whole batches is taken, in evaluation mode, too."""
-        tracked, was_training = self.tracking, self.training
-        self.reset()
-        self.train()
-        self.tracking = self.cumulative = True
-        try:
-            yield
-        finally:
-            self.fold()  # while it is still known to be a sum
-            self.train(was_training)
-            self.cumulative, self.tracking = self.momentum is None, tracked
+        self.size, self.counts = size, (batches, 0)
 
     @torch.no_grad()
     def observe(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -129,8 +119,8 @@ class InputMeans(nn.Module):
         if x.dim() == 2:  # Linear: a 1x1 convolution on a 1x1 plane
             x = x[:, :, None, None]
         size = (x.shape[-2], x.shape[-1])
-        if self.size is None or (self.size == size and not self._plane.numel()):
-            self.resize(size)
+        if self.size is None:
+            self.size = size
         elif self.size != size:
             raise ConfituneError(
                 f"a layer saw inputs of {self.size[0]}x{self.size[1]} and then of {size[0]}x{size[1]} in one task; "
@@ -150,30 +140,13 @@ class InputMeans(nn.Module):
 
     @counts.setter
     def counts(self, counts: tuple[int, int]) -> None:
+        if bool(counts[0]) != bool(self.batches):
+            self.share.fill_(self.momentum if counts[0] else 1.0)
         self.batches, self._pending = counts
-        self._set_share()
 
     def count(self) -> None:
         """One more batch was taken in: said by `observe`, or by who ran it as compiled or captured code."""
-        self.batches += 1
-        self._pending += 1
-        self._set_share()
-
-    def resize(self, size: Size) -> None:
-        """Take in planes of this size from now on."""
-        self.fold()
-        self.size, self._plane = size, self._plane_of(size)
-
-    def _known_plane(self) -> Tensor:
-        """Of the size at hand, if a batch of that size was ever taken in: a task that is only used needs none."""
-        known = self._planes.get(self.size) if self.size is not None else None
-        return torch.empty(0) if known is None else known
-
-    def _plane_of(self, size: Size) -> Tensor:
-        table, plane = self.get_buffer("table0"), self._planes.get(size)
-        if plane is None or plane.device != table.device or plane.dtype != table.dtype:
-            plane = self._planes[size] = table.new_zeros(*size, self.channels)
-        return plane
+        self.counts = self.batches + 1, self._pending + 1
 
     @torch.no_grad()
     def fold(self) -> None:
@@ -181,49 +154,31 @@ class InputMeans(nn.Module):
         if not self._pending:
             return
         assert self.size is not None
-        earlier = self.batches - self._pending
+        earlier, plane = self.batches - self._pending, self._plane
         if self.cumulative:
             keep, add = earlier / self.batches, 1 / self.batches
         else:
-            assert self.momentum is not None
             keep, add = (1 - self.momentum) ** self._pending if earlier else 0.0, 1.0
-        plane = self._plane
-        rows_of, columns_of = (plane.shape[0], -1), (-1, self.size[1], self.channels)
-        for index, owner in enumerate(self._owners):
+        for table, owner in zip(self.unfolded, self._owners, strict=True):
             of = owner.taps if self.means == "window" else owner.phases
-            rows, columns = (on_device(of, axis, self.size[axis], plane) for axis in (0, 1))
-            averaged = columns @ (rows @ plane.reshape(rows_of)).view(columns_of)  # [I, J, C]
-            self.unfolded[index].mul_(keep).add_(averaged.permute(2, 0, 1), alpha=add)
-        self._plane.zero_()
+            rows, columns = (on_device(of, axis, self.size[axis], plane.device, plane.dtype) for axis in (0, 1))
+            of_rows = (rows @ plane.reshape(len(plane), -1)).view(-1, *plane.shape[1:])
+            table.mul_(keep).add_((columns @ of_rows).permute(2, 0, 1), alpha=add)  # from [I, J, C]
+        plane.zero_()
         self._pending = 0
-
-    def _set_share(self) -> None:
-        share = 1.0 if not self.batches or self.momentum is None else self.momentum
-        if share != self._share_is:
-            self.share.fill_(share)
-            self._share_is = share
-
-    def _apply(self, fn: Any, recurse: bool = True) -> InputMeans:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._planes = {key: fn(plane) for key, plane in self._planes.items()}
-        self._plane = self._known_plane()
-        return self
-
-    def view(self, reader: int) -> Tensor:
-        """The part of the tables that one reading convolution needs."""
-        which = self.readers[reader]
-        return self.tables[which.table][:, which.place[0], which.place[1]]
 
     def window_means(self, reader: int) -> Tensor:
         """Window means [C, K, K] for one reading convolution, implied by phase means where those are what is kept."""
+        geometry, table, (rows, columns) = self.readers[reader]
+        kept = self.tables[table][:, rows, columns]
         if self.means == "window":
-            return self.view(reader)
+            return kept
         assert self.size is not None
-        return window_means_from_phases(self.view(reader), self.readers[reader].geometry, self.size)
+        return window_means_from_phases(kept, geometry, self.size)
 
 
 def _take_in(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
-    """Add the batch's mean to a sum of planes, or with a `share` to their exponential average."""
+    """Add the batch's mean to a sum of planes, or with a `share` to their exponential average (Eq. 10)."""
     mean = x.movedim(1, -1).mean(0, dtype=plane.dtype)
     if share is None:
         plane.add_(mean)
@@ -244,17 +199,11 @@ def _(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
 def _share(geometries: Sequence[ConvGeometry], means: Means) -> tuple[list[ConvGeometry], list[_Reader]]:
     """Fewest tables that serve all geometries, and each geometry's place in them (in the given order)."""
     owners: list[ConvGeometry] = []
-    for geometry in sorted(dict.fromkeys(geometries), key=lambda g: -g.kernel[0] * g.kernel[1]):
-        if not any(_place(owner, geometry, means) for owner in owners):
+    for geometry in sorted(geometries, key=lambda g: -g.kernel[0] * g.kernel[1]):
+        if not any(owner.contains(geometry, means) for owner in owners):
             owners.append(geometry)
     readers = []
     for geometry in geometries:
-        places = ((table, _place(owner, geometry, means)) for table, owner in enumerate(owners))
+        places = ((table, owner.contains(geometry, means)) for table, owner in enumerate(owners))
         readers.append(next(_Reader(geometry, table, place) for table, place in places if place))
     return owners, readers
-
-
-def _place(owner: ConvGeometry, geometry: ConvGeometry, means: Means) -> tuple[slice, slice] | None:
-    if means == "window":
-        return owner.contains(geometry)
-    return (slice(None), slice(None)) if owner.stride == geometry.stride else None

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import timm.layers
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.errors import ConfituneError
@@ -23,16 +22,10 @@ from confitune.nn.parts.part import Part, split_row
 
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
-# Forwards that are known well enough to be done image by image. Batch norm: normalise, then drop, then act.
-_BATCH_NORM = {_BatchNorm.forward, timm.layers.BatchNormAct2d.forward}
-_GROUP_NORM = {nn.GroupNorm.forward, timm.layers.GroupNorm.forward}
-_LAYER_NORM = {nn.LayerNorm.forward, timm.layers.LayerNorm.forward}
-_LAYER_NORM_2D, _RMS_NORM = {timm.layers.LayerNorm2d.forward}, {nn.RMSNorm.forward}
-_KNOWN = _BATCH_NORM | _GROUP_NORM | _LAYER_NORM | _LAYER_NORM_2D | _RMS_NORM
-
-
-class NoBatchNormError(ConfituneError):
-    """The network has no batch norm, which this method corrects the statistics of."""
+# Layers that are known well enough to be done image by image. Batch norm: normalise, then drop, then act.
+_CHANNELS_FIRST = (nn.GroupNorm, timm.layers.GroupNorm, timm.layers.LayerNorm2d)
+_CHANNELS_LAST = (nn.LayerNorm, timm.layers.LayerNorm, nn.RMSNorm)
+_KNOWN = {kind.forward for kind in (_BatchNorm, timm.layers.BatchNormAct2d, *_CHANNELS_FIRST, *_CHANNELS_LAST)}
 
 
 def norm_layers(backbone: nn.Module) -> dict[str, nn.Module]:
@@ -43,19 +36,6 @@ def norm_layers(backbone: nn.Module) -> dict[str, nn.Module]:
 def batch_norms(backbone: nn.Module) -> list[_BatchNorm]:
     """All batch norms, in order."""
     return [module for module in backbone.modules() if isinstance(module, _BatchNorm)]
-
-
-def require_batch_norm(model: nn.Module) -> None:
-    """Raise `NoBatchNormError` for a network without batch norm."""
-    if batch_norms(model):
-        return
-    others = sorted({type(m).__name__ for m in model.modules() if "norm" in type(m).__name__.lower()})
-    has = f"it normalises with {', '.join(others)}" if others else "it has no normalisation layer"
-    raise NoBatchNormError(
-        f"{type(model).__name__} has no batch norm ({has}): ConFiT corrects batch-norm statistics and has nothing to "
-        "work on here. Choose a network with batch norm (`confitune models` lists some), or another method: finetune, "
-        "bn-only and linear-probe run on any network."
-    )
 
 
 class Norms(Part):
@@ -165,13 +145,12 @@ def scale_and_shift(layer: Any) -> tuple[Tensor, Tensor]:
     """
     weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
     if isinstance(layer, _BatchNorm):
-        if layer.running_mean is None or layer.running_var is None:
-            raise ConfituneError("a batch norm without running statistics has no scale and shift for a mixed batch")
-        scale = (layer.running_var.double() + layer.eps).rsqrt()
+        mean, var = layer.get_buffer("running_mean"), layer.get_buffer("running_var")
+        scale = (var.double() + layer.eps).rsqrt()
         scale = scale if weight is None else scale * weight.detach().double()
-        shift = -layer.running_mean.double() * scale
+        shift = -mean.double() * scale
         shift = shift if bias is None else shift + bias.detach().double()
-        return scale.to(layer.running_var.dtype), shift.to(layer.running_var.dtype)
+        return scale.to(var.dtype), shift.to(var.dtype)
     shape = layer.num_channels if isinstance(layer, nn.GroupNorm) else tuple(layer.normalized_shape)
     like = weight if weight is not None else torch.ones(shape)
     return like.detach(), torch.zeros_like(like) if bias is None else bias.detach()
@@ -185,15 +164,12 @@ def _forward_mixed(layer: Any, scale: Tensor, shift: Tensor, x: Tensor) -> Tenso
         for name in ("drop", "act"):  # timm's
             y = getattr(layer, name)(y) if hasattr(layer, name) else y
         return y
-    forward: Any = type(layer).forward
-    shape: Any = getattr(layer, "normalized_shape", None)
-    if forward in _GROUP_NORM:
-        normalised = F.group_norm(x, layer.num_groups, eps=layer.eps)
-    elif forward in _LAYER_NORM_2D:
-        normalised = F.layer_norm(x.movedim(1, -1), shape, eps=layer.eps).movedim(-1, 1)
-    else:
-        normalised = (F.rms_norm if forward in _RMS_NORM else F.layer_norm)(x, shape, eps=layer.eps)
+    own = layer._parameters
+    layer._parameters = dict.fromkeys(own)  # without a scale and a shift it only normalises
+    try:
+        normalised: Tensor = type(layer).forward(layer, x)
+    finally:
+        layer._parameters = own
     ones = (1,) * (x.dim() - scale.dim())
-    channels_first = forward in _GROUP_NORM | _LAYER_NORM_2D
-    place = (*scale.shape, *ones) if channels_first else (len(scale), *ones, *scale.shape[1:])
+    place = (*scale.shape, *ones) if isinstance(layer, _CHANNELS_FIRST) else (len(scale), *ones, *scale.shape[1:])
     return normalised * scale.reshape(place) + shift.reshape(place)

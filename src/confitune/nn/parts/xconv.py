@@ -7,8 +7,8 @@ ordinary batch norm; only what is stored and what is used at test time differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,15 @@ from torch.overrides import TorchFunctionMode
 
 from confitune.errors import ConfituneError
 from confitune.nn.geometry import Means
-from confitune.nn.pairing import ConvCall, Flow
+from confitune.nn.pairing import ConvCall, Flow, conv_arguments
 from confitune.nn.parts.input_means import InputMeans, Statistics
-from confitune.nn.parts.norms import Norms, require_batch_norm
+from confitune.nn.parts.norms import Norms, batch_norms
 from confitune.nn.parts.part import Facts, Part
 from confitune.nn.recovery import recover_output_mean
+
+
+class NoBatchNormError(ConfituneError):
+    """The network has no batch norm, which this method corrects the statistics of."""
 
 
 @dataclass(frozen=True)
@@ -46,27 +50,20 @@ class XconvLayer:
 
     def _weight_in_use(self) -> tuple[Tensor, Tensor | None]:
         """The weight that forward uses: a standardised or parametrised convolution computes it on the way."""
-        if self.direct_weight and "forward" not in vars(self.conv):  # another part may change it on the way
-            return self.conv.get_parameter("weight"), self.conv._parameters.get("bias")
+        conv = self.conv
+        if self.direct_weight and "forward" not in vars(conv):  # another part may change it on the way
+            return conv.get_parameter("weight"), conv._parameters.get("bias")
         geometry = self.inputs.readers[self.reader].geometry
-        size = self.inputs.size or tuple(
-            d * (k - 1) + 1 for k, d in zip(geometry.kernel, geometry.dilation, strict=True)
-        )
-        probe = next(self.conv.parameters()).new_zeros(1, self.inputs.channels, *size)
-        if isinstance(self.conv, nn.Linear):
-            probe = probe.reshape(1, -1)
-        was_training, tracking = self.conv.training, self.inputs.tracking
-        self.conv.eval()  # spectral norm and the like move their buffers in training mode
+        extent = [d * (k - 1) + 1 for k, d in zip(geometry.kernel, geometry.dilation, strict=True)]
+        probe = next(conv.parameters()).new_zeros(1, self.inputs.channels, *extent)
+        training, tracking = conv.training, self.inputs.tracking
+        conv.eval()  # spectral norm and the like move their buffers in training mode
         self.inputs.tracking = False  # the probe is no batch
-        try:
-            with _WeightSpy() as spy:
-                self.conv(probe)
-        finally:
-            self.conv.train(was_training)
-            self.inputs.tracking = tracking
-        assert spy.seen is not None
-        weight, bias = spy.seen
-        return weight, bias
+        with _WeightSpy() as spy:
+            conv(probe.flatten(1) if isinstance(conv, nn.Linear) else probe)
+        conv.train(training)
+        self.inputs.tracking = tracking
+        return spy.weight, spy.bias
 
 
 class XconvNorms(Part):
@@ -90,8 +87,8 @@ class XconvNorms(Part):
             raise ConfituneError(f"statistics={statistics!r} is not known; choose 'running' or 'pass'")
         self.means, self.statistics = means, statistics
         self.norms = Norms()
-        self.inputs = nn.ModuleList()
-        self.readers: list[str] = []  # the first convolution that reads each of the inputs
+        self.inputs: dict[str, InputMeans] = {}  # by the first convolution that reads the tensor
+        self.registered = nn.ModuleList()  # the same
         self.layers: dict[str, XconvLayer] = {}  # by the name of the batch norm
         self.pairs: dict[str, str] = {}  # batch norm -> the convolution before it
         self.fallbacks: dict[str, str] = {}  # batch norm -> why it keeps all its moments
@@ -102,56 +99,58 @@ class XconvNorms(Part):
 
     @property
     def input_means(self) -> Sequence[InputMeans]:  # type: ignore[override]
-        return list(self.inputs)  # type: ignore[arg-type]
+        return list(self.inputs.values())
 
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
-        require_batch_norm(backbone)
+        if not batch_norms(backbone):
+            raise NoBatchNormError(
+                f"{type(backbone).__name__} has no batch norm for ConFiT to correct. Choose a network with batch norm "
+                "(`confitune models` lists some), or another method: finetune, bn-only and linear-probe run on any "
+                "network."
+            )
         self.norms.attach(backbone, flow)
-        calls: dict[str, ConvCall] = {}
+        found: list[tuple[str, _BatchNorm, ConvCall]] = []
+        readers: dict[Any, dict[str, ConvCall]] = {}  # of each tensor that is read, by their names
         for name, norm in self.norms.layers.items():
             if isinstance(norm, _BatchNorm):
                 call, reason = flow.conv_before(name)
                 if call is not None and norm.track_running_stats:
-                    calls[name] = call
+                    found.append((name, norm, call))
+                    readers.setdefault(call.reads, {})[call.module] = call
+                    self.pairs[name] = call.module
                 else:
                     self.fallbacks[name] = reason or "keeps no running statistics"
-        readers: dict[tuple[int, int], dict[str, ConvCall]] = {}
-        for call in calls.values():
-            readers.setdefault(call.reads, {})[call.module] = call
-        for group in readers.values():
-            names = [name for name, call in calls.items() if call.module in group]
-            inputs = self._observed(backbone, group, self.norms.layers[names[0]].momentum)  # type: ignore[arg-type]
-            for name in names:
-                call, conv, norm = calls[name], backbone.get_submodule(calls[name].module), self.norms.layers[name]
-                assert isinstance(norm, _BatchNorm)
-                self.layers[name] = XconvLayer(norm, conv, inputs, list(group).index(call.module), call.direct_weight)
-        self.layers = {name: self.layers[name] for name in calls}
-        self.pairs = {name: call.module for name, call in calls.items()}
+        for name, norm, call in found:
+            group = readers[call.reads]
+            first = next(iter(group))
+            if first not in self.inputs:
+                self.inputs[first] = self._observed(backbone, group, norm.momentum)
+            conv, reader = backbone.get_submodule(call.module), list(group).index(call.module)
+            self.layers[name] = XconvLayer(norm, conv, self.inputs[first], reader, call.direct_weight)
 
-    def _observed(self, backbone: nn.Module, group: dict[str, ConvCall], momentum: float | None) -> InputMeans:
+    def _observed(self, backbone: nn.Module, group: dict[str, ConvCall], momentum: Any) -> InputMeans:
         """Statistics of a tensor that convolutions read, hooked to the first of them."""
-        first = backbone.get_submodule(next(iter(group)))
+        first: Any = backbone.get_submodule(next(iter(group)))
         if any(isinstance(getattr(hook, "__self__", None), InputMeans) for hook in first._forward_pre_hooks.values()):
             raise ConfituneError(
                 f"{type(backbone).__name__} keeps input means already: make one ContinualNet of a network, or copy it"
             )
         channels = first.in_channels if isinstance(first, nn.Conv2d) else first.in_features
-        inputs = InputMeans(channels, [call.geometry for call in group.values() if call.geometry], self.means, momentum)  # type: ignore[arg-type]
-        inputs.to(next(first.parameters()))
-        inputs.train(first.training)
+        inputs = InputMeans(channels, [call.geometry for call in group.values() if call.geometry], self.means, momentum)
+        inputs.to(next(first.parameters())).train(first.training)
         first.register_forward_pre_hook(inputs.observe)
-        self.inputs.append(inputs)
-        self.readers.append(next(iter(group)))
+        self.registered.append(inputs)
         return inputs
 
     def report(self) -> str:
         """Which batch norm is paired with which convolution, and which keep all their moments."""
-        layers = [*self.pairs, *self.fallbacks]
-        lines = [f"{len(self.pairs)} of {len(layers)} batch norms recover their mean ({self.means} means)"]
-        for name in (name for name in self.norms.layers if name in layers):
-            what = f"after {self.pairs[name]}" if name in self.pairs else f"keeps its mean: {self.fallbacks[name]}"
-            lines.append(f"  {name:<{max(map(len, layers))}}  {what}")
-        return "\n".join(lines)
+        told = {name: f"after {conv}" for name, conv in self.pairs.items()}
+        told |= {name: f"keeps its mean: {reason}" for name, reason in self.fallbacks.items()}
+        width = max(map(len, told))
+        lines = [f"  {name:<{width}}  {told[name]}" for name in self.norms.layers if name in told]
+        return "\n".join(
+            [f"{len(self.pairs)} of {len(told)} batch norms recover their mean ({self.means} means)", *lines]
+        )
 
     def live(self, finished: bool) -> dict[str, Tensor]:
         for inputs in self.input_means:
@@ -163,23 +162,19 @@ class XconvNorms(Part):
         return {key: tensor.shape for key, tensor in self._live(finished).items()}
 
     def _live(self, finished: bool) -> dict[str, Tensor]:
-        found = self.norms.live(finished)
-        if finished:  # means that are recovered are not kept
-            found = {
-                key: tensor for key, tensor in found.items() if key.removesuffix(".running_mean") not in self.layers
-            }
-        for conv, inputs in zip(self.readers, self.input_means, strict=True):
+        recovered = {f"{name}.running_mean" for name in self.layers if finished}  # these are not kept
+        found = {key: tensor for key, tensor in self.norms.live(finished).items() if key not in recovered}
+        for conv, inputs in self.inputs.items():
             for number, table in enumerate(inputs.unfolded):
                 found[f"{conv}.input_means" + (f".{number}" if number else "")] = table
         return found
 
     def facts(self) -> Facts:
         """Height and width of what each convolution reads, and how many batches its means are of."""
-        inputs = zip(self.readers, self.input_means, strict=True)
-        return {f"{conv}.input_size": (*(of.size or (0, 0)), of.batches) for conv, of in inputs}
+        return {f"{conv}.input_size": (*(of.size or (0, 0)), of.batches) for conv, of in self.inputs.items()}
 
     def restore(self, facts: Facts) -> None:
-        for conv, inputs in zip(self.readers, self.input_means, strict=True):
+        for conv, inputs in self.inputs.items():
             height, width, batches = facts[f"{conv}.input_size"]
             inputs.restore((height, width) if height else None, batches)
 
@@ -212,10 +207,8 @@ class XconvNorms(Part):
     def mixed_row(self) -> Tensor:
         return self.norms.mixed_row()
 
-    @contextmanager
-    def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:
-        with self.norms.mixing(rows, place):
-            yield
+    def mixing(self, rows: Sequence[Tensor], place: Tensor) -> AbstractContextManager[None]:
+        return self.norms.mixing(rows, place)
 
     def get_extra_state(self) -> list[dict[str, Any]]:
         """The live statistics, exactly as they are."""
@@ -233,11 +226,10 @@ class XconvNorms(Part):
 class _WeightSpy(TorchFunctionMode):
     """Remembers the weight and bias that a convolution hands to torch."""
 
-    seen: tuple[Tensor, Tensor | None] | None = None
+    weight: Tensor
+    bias: Tensor | None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.conv2d, nn.functional.conv2d, nn.functional.linear):
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            self.seen = (args[1] if len(args) > 1 else kwargs["weight"], bias)
-        return func(*args, **kwargs)
+        if used := conv_arguments(func, args, kwargs or {}):
+            _, self.weight, self.bias = used
+        return func(*args, **(kwargs or {}))
