@@ -83,6 +83,9 @@ class TrainSettings(BaseModel):
     model_config = _STRICT
 
     epochs: int = Field(10, ge=1, description="epochs per task; a run's default: the method's, or the dataset's")
+    min_steps: int = Field(
+        0, ge=0, description="steps that a task gets at least, by more epochs where it has few images (paper: any)"
+    )
     batch_size: int = Field(
         32, ge=2, description="images per step; a smaller last batch is dropped; a run's default: the dataset's"
     )

@@ -4,6 +4,7 @@ from itertools import chain
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from confitune.engine import Listener, TrainSettings
 
@@ -86,28 +87,31 @@ def test_the_order_of_batches_is_the_same_each_time_for_a_seed_and_a_task(begun)
 # ---- some ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("at_most", "found"), [(1000, 40), (46, 40), (40, 40), (39, 32), (20, 16), (8, 8), (3, 8)])
-def test_a_sample_is_whole_batches_of_different_images(begun, at_most, found):
+def test_epochs_use_only_the_images_that_they_are_told_to(begun):
     context = begun()
-    random = torch.get_rng_state()
-    order = context.sample(at_most)
-    assert len(order) == len(set(order.tolist())) == found
-    assert 0 <= int(order.min()) <= int(order.max()) < 46
-    assert torch.equal(torch.get_rng_state(), random)
+    every = torch.arange(46)
+    assert context.steps_an_epoch == 5
+    context.train_on(every[::2])
+    assert context.steps_an_epoch == 2
+    assert set(context._order("order", 0).tolist()) <= set(range(0, 46, 2))
+    context.train_on(every[:3])  # fewer than a batch are one
+    assert sorted(context._order("order", 0).tolist()) == [0, 1, 2]
+    assert context.steps_an_epoch == 1
 
 
-def test_a_sample_is_drawn_from_the_seed_and_the_task(begun):
-    first = begun().sample(24)
-    torch.manual_seed(99)
-    assert torch.equal(begun().sample(24), first)
-    assert torch.equal(begun().sample(16), first[:16])
-    assert not torch.equal(begun(seed=1).sample(24), first)
-    assert not torch.equal(begun(index=1).sample(24), first)
-    assert first.tolist() != sorted(first.tolist())
-
-
-def test_a_sample_of_a_task_smaller_than_a_batch_is_all_of_it(begun):
-    assert sorted(begun(batch_size=64).sample(10).tolist()) == list(range(46))
+def test_gradients_are_summed_over_batches_and_leave_no_trace(begun):
+    context = begun()
+    weight = context.net.backbone.get_parameter("0.weight")
+    buffers = [buffer.clone() for buffer in context.net.buffers()]
+    torch.manual_seed(1)  # of dropout
+    (found,) = context.gradients([weight], 2)
+    assert all(torch.equal(now, before) for now, before in zip(context.net.buffers(), buffers, strict=True))
+    weight.requires_grad_(True)
+    expected = torch.zeros_like(weight)
+    torch.manual_seed(1)
+    for x, labels in list(context.batches(8))[:2]:
+        expected += torch.autograd.grad(cross_entropy(context.net(x), labels), [weight])[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("at_once", [1, 17, 256])

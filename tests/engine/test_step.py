@@ -1,6 +1,5 @@
 """Augmented images against .flip and windows of the reflect-padded image; the joint loss against its definition."""
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -45,34 +44,29 @@ def test_flips_follow_the_generator(images):
     assert not torch.equal(augmented(images, "flip", seeded()), augmented(images, "flip", seeded(5)))
 
 
-def windows(image, most):
-    """Every window that a shift by up to `most` pixels can give, by numpy's own reflection."""
-    height, width = image.shape[-2:]
-    padded = np.pad(image, ((0, 0), (most, most), (most, most)), mode="reflect")
-    span = range(2 * most + 1)
-    return {(row, col): padded[:, row : row + height, col : col + width] for row in span for col in span}
-
-
-@pytest.mark.parametrize(("height", "width", "most"), [(16, 24, 2), (32, 32, 4), (6, 9, 1)])
-def test_flip_shift_gives_windows_of_the_reflected_image(height, width, most):
-    images = torch.rand(200, 3, height, width, generator=seeded(2))
-    result = augmented(images, "flip-shift", seeded())
+def test_crop_shows_a_part_of_each_image_or_of_its_mirror():
+    """Images whose colours are their coordinates say which part is shown."""
+    across, down = torch.meshgrid(torch.arange(32.0), torch.arange(24.0), indexing="xy")
+    images = torch.stack([across, down, torch.ones_like(across)]).expand(300, 3, 24, 32)
+    result = augmented(images, "crop", seeded())
     assert result.shape == images.shape
-    shifts, flips = [], 0
-    for image, shown in zip(images, result, strict=True):
-        found = [
-            (shift, flip)
-            for flip, candidate in ((False, image), (True, image.flip(-1)))
-            for shift, window in windows(candidate.numpy(), most).items()
-            if np.array_equal(window, shown.numpy())
-        ]
-        ((shift, flip),) = found  # exactly one window fits
-        shifts.append(shift)
-        flips += flip
-    assert 70 <= flips <= 130
-    span = set(range(2 * most + 1))
-    assert {row for row, _ in shifts} == {col for _, col in shifts} == span
-    assert len(set(shifts)) > len(span)  # rows and columns are drawn apart
+    torch.testing.assert_close(result[:, 2], images[:, 2])
+    width, height = (
+        (result[:, 0, 12, 20] - result[:, 0, 12, 10]) / 10,
+        (result[:, 1, 18, 16] - result[:, 1, 8, 16]) / 10,
+    )
+    assert 110 <= int((width < 0).sum()) <= 190
+    area, stretch = width.abs() * height, width.abs() / height
+    assert float(area.min()) >= 1 / 3 - 1e-4
+    assert float(area.max()) <= 1 + 1e-4
+    assert float(area.max() - area.min()) > 0.5
+    assert float(stretch.min()) >= 3 / 4 - 1e-3
+    assert float(stretch.max()) <= 4 / 3 + 1e-3
+    for channel, size in ((0, 32), (1, 24)):  # never beyond the borders, and everywhere within
+        shown = result[:, channel].flatten(1)
+        assert float(shown.min()) >= 0
+        assert float(shown.max()) <= size - 1
+        assert float(shown.min(1).values.max()) > size / 8
 
 
 def inputs_of(net, task, augmentation):
@@ -102,7 +96,7 @@ def test_evaluation_is_not_augmented(make_net, make_task):
     inputs_of(net, task, "none")
     seen = []
     net.backbone.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
-    evaluate(net, task, TrainSettings(augmentation="flip-shift", device="cpu"))
+    evaluate(net, task, TrainSettings(augmentation="crop", device="cpu"))
     assert torch.equal(torch.cat(seen), task.preprocess(task.test.pixels[task.test.rows]))
 
 

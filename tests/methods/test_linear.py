@@ -1,12 +1,13 @@
-"""Linear classifiers against another library's, and leaving images out against leaving them out."""
+"""Linear classifiers against another library's, and what they are worth against leaving images out by hand."""
 
 import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
-from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.functional import cross_entropy
 
-from confitune.methods.linear import _DECAY, _RIDGE, _standardised, fit_head, unexplained
+from confitune.methods import linear
+from confitune.methods.linear import FOLDS, fit_linear, folds_of, gain
 
 
 def clouds(images, features, classes=3, apart=0.7, seed=0):
@@ -18,118 +19,89 @@ def clouds(images, features, classes=3, apart=0.7, seed=0):
     return torch.from_numpy(x).float(), torch.from_numpy(labels)
 
 
-# ---- judged ----------------------------------------------------------------------------------------------------------
+def by_scikit(x, labels, decay, centre, spread):
+    """Logistic regression with the same penalty, on features in the same terms."""
+    scaled = ((x - centre) / spread).numpy()
+    model = LogisticRegression(C=1 / (decay * len(x)), tol=1e-10, max_iter=10_000).fit(scaled, labels.numpy())
+    return lambda test: torch.from_numpy(model.decision_function(((test - centre) / spread).numpy())).float()
 
 
-def left_out_by_hand(x, labels, classes):
-    """Refit without each image: ridge regression on one-hot labels, whose intercept costs nothing."""
-    x, missed = _standardised(x)[2].numpy(), 0.0
-    target = one_hot(labels, classes).double().numpy()
-    for out in range(len(x)):
-        rest = np.arange(len(x)) != out
-        x0, y0 = x[rest].mean(0), target[rest].mean(0)
-        centred = x[rest] - x0
-        weight = np.linalg.solve(centred.T @ centred + _RIDGE * np.eye(x.shape[1]), centred.T @ (target[rest] - y0))
-        missed += ((y0 + (x[out] - x0) @ weight - target[out]) ** 2).sum()
-    return missed / ((target - target.mean(0)) ** 2).sum()
+@pytest.mark.parametrize(("images", "features"), [(60, 8), (40, 60)])
+@pytest.mark.parametrize("decay", [1e-3, 1e-2])
+def test_fits_are_those_of_another_library(monkeypatch, images, features, decay):
+    monkeypatch.setattr(linear, "_DECAYS", (decay,))
+    x, labels = clouds(images, features)
+    folds = folds_of(labels, 0)
+    fit = fit_linear(x, labels, 3, folds)
+    centre = x.mean(0)
+    spread = (x - centre).square().sum(1).mean().sqrt()
+    theirs = by_scikit(x, labels, decay, centre, spread)(x)
+    ours = x @ fit.weight.T + fit.bias
+    torch.testing.assert_close(
+        ours - ours.mean(1, keepdim=True), theirs - theirs.mean(1, keepdim=True), atol=2e-2, rtol=0
+    )
+    left_out = torch.empty_like(ours)
+    for fold in range(FOLDS):
+        out = folds == fold
+        left_out[out] = by_scikit(x[~out], labels[~out], decay, centre, spread)(x[out])
+    assert fit.loss == pytest.approx(float(cross_entropy(left_out, labels)), rel=2e-2)
+    assert int((fit.right != (left_out.argmax(1) == labels)).sum()) <= 1
 
 
-@pytest.mark.parametrize(("images", "features"), [(20, 30), (30, 30), (31, 30), (60, 8), (7, 200)])
-@pytest.mark.parametrize("classes", [2, 5])
-def test_leaving_out_in_closed_form_is_leaving_out(images, features, classes):
-    for seed in range(3):
-        x, labels = clouds(images, features, classes, seed=seed)
-        assert unexplained(x, labels, classes) == pytest.approx(left_out_by_hand(x, labels, classes), rel=1e-9)
+def test_the_strength_with_the_least_loss_on_images_left_out_is_kept(monkeypatch):
+    for apart in (0.2, 3.0):
+        x, labels = clouds(60, 40, apart=apart)
+        folds, alone = folds_of(labels, 0), []
+        for decay in linear._DECAYS:
+            with monkeypatch.context() as patch:
+                patch.setattr(linear, "_DECAYS", (decay,))
+                alone.append(fit_linear(x, labels, 3, folds))
+        best = min(alone, key=lambda fit: fit.loss)
+        found = fit_linear(x, labels, 3, folds)
+        assert found.loss == pytest.approx(best.loss, rel=1e-4)
+        torch.testing.assert_close(found.weight, best.weight, rtol=1e-3, atol=1e-4)
 
 
-def test_scale_place_and_order_of_features_do_not_matter():
+def test_features_that_tell_more_are_worth_more():
+    fits = [
+        fit_linear(*(both := clouds(200, 6, apart=apart)), 3, folds_of(both[1], 0)) for apart in (8.0, 2.0, 0.7, 0.0)
+    ]
+    assert [fit.loss for fit in fits] == sorted(fit.loss for fit in fits)
+    assert fits[0].right.double().mean() > 0.97 > 0.5 > fits[-1].right.double().mean()
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_the_scale_of_features_does_not_matter(scale):
     x, labels = clouds(40, 6)
-    expected = pytest.approx(unexplained(x, labels, 3), rel=1e-5)
-    assert unexplained(x * 1e-4, labels, 3) == expected
-    assert unexplained(x.double() * 1e4 + 1e6, labels, 3) == expected
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
-    assert unexplained(x[order], labels[order], 3) == expected
+    folds = folds_of(labels, 0)
+    fit, plain = fit_linear(x * scale, labels, 3, folds), fit_linear(x, labels, 3, folds)
+    assert fit.loss == pytest.approx(plain.loss, rel=1e-3)
+    torch.testing.assert_close(
+        (x * scale) @ fit.weight.T + fit.bias, x @ plain.weight.T + plain.bias, rtol=1e-2, atol=1e-2
+    )
 
 
-def test_features_that_tell_more_leave_less_unexplained():
-    shares = [unexplained(*clouds(200, 6, apart=apart), 3) for apart in (8.0, 2.0, 0.7, 0.0)]
-    assert shares == sorted(shares)
-    assert shares[0] < 0.1 < 0.95 < shares[-1] < 1.2
+def test_features_that_say_nothing_give_the_classes_frequencies():
+    labels = torch.tensor([0] * 30 + [1] * 10)
+    fit = fit_linear(torch.full((40, 4), 3.0), labels, 2, folds_of(labels, 0))
+    assert torch.isfinite(fit.weight).all()
+    probabilities = (torch.full((1, 4), 3.0) @ fit.weight.T + fit.bias).softmax(1)
+    torch.testing.assert_close(probabilities, torch.tensor([[0.75, 0.25]]), atol=1e-2, rtol=0)
 
 
-# ---- fitted ----------------------------------------------------------------------------------------------------------
+def test_every_class_is_spread_over_the_folds_by_the_seed():
+    labels = torch.tensor([0] * 23 + [1] * 5 + [2] * 2)
+    folds = folds_of(labels, 0)
+    for label, count in ((0, 23), (1, 5), (2, 2)):
+        of_class = folds[labels == label].bincount(minlength=FOLDS)
+        assert of_class.sum() == count
+        assert of_class.max() - of_class.min() <= 1
+    assert torch.equal(folds, folds_of(labels, 0))
+    assert not torch.equal(folds, folds_of(labels, 1))
 
 
-def objective(x, labels, weight, bias):
-    """What is minimised, for features of unit spread."""
-    return float(cross_entropy(x @ weight.T + bias, labels) + 0.5 * _DECAY * weight.square().sum())
-
-
-@pytest.mark.parametrize(("images", "features"), [(120, 6), (40, 60)])
-def test_a_head_is_the_logistic_regression_of_scikit_learn(images, features):
-    raw, labels = clouds(images, features)
-    centre, spread, x = _standardised(raw)
-    assert x.square().sum(1).mean().item() == pytest.approx(1)
-    assert x.mean(0).abs().max().item() < 1e-12
-    # It sums over images where we average: C = 1 / (images * decay).
-    theirs = LogisticRegression(C=1 / (images * _DECAY), tol=1e-10, max_iter=20_000).fit(x.numpy(), labels.numpy())
-    weight, bias = fit_head(raw, labels, 3)
-    assert (weight.shape, bias.shape, weight.dtype, bias.dtype) == ((3, features), (3,), torch.float32, torch.float32)
-    ours = objective(x, labels, weight.double() * spread, bias.double() + weight.double() @ centre)
-    best = objective(x, labels, torch.from_numpy(theirs.coef_), torch.from_numpy(theirs.intercept_))
-    assert ours == pytest.approx(best, rel=2e-2, abs=1e-5)
-    found, expected = (raw @ weight.T + bias).softmax(1), torch.from_numpy(theirs.predict_proba(x.numpy())).float()
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
-    assert torch.equal(found.argmax(1), expected.argmax(1))
-
-
-def test_a_head_is_fitted_whether_or_not_gradients_are_on():
-    x, labels = clouds(40, 6)
-    with torch.no_grad():
-        weight, bias = fit_head(x, labels, 3)
-    again = fit_head(x, labels, 3)
-    assert torch.equal(weight, again[0])
-    assert torch.equal(bias, again[1])
-    assert not weight.requires_grad
-
-
-# ---- odd ones --------------------------------------------------------------------------------------------------------
-
-ODD = {
-    "all features equal": (torch.full((6, 4), 0.1), torch.tensor([0, 0, 1, 1, 2, 0]), 3),
-    "all features zero": (torch.zeros(6, 4), torch.tensor([0, 0, 1, 1, 2, 0]), 3),
-    "one class": (clouds(9, 4)[0], torch.zeros(9, dtype=torch.long), 1),
-    "one class of three": (clouds(9, 4)[0], torch.ones(9, dtype=torch.long), 3),
-    "one image a class": (clouds(5, 8, 5)[0], torch.arange(5), 5),
-    "two images": (clouds(2, 8, 2)[0], torch.arange(2), 2),
-    "every image twice": (clouds(5, 8, 5)[0].repeat(2, 1), torch.arange(5).repeat(2), 5),
-    "a feature that never varies": (torch.cat([clouds(20, 3)[0], torch.ones(20, 2)], 1), clouds(20, 3)[1], 3),
-    "tiny features": (clouds(20, 3)[0] * 1e-20, clouds(20, 3)[1], 3),
-    "huge features": (clouds(20, 3)[0] * 1e15, clouds(20, 3)[1], 3),
-}
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_odd_features_and_labels_have_answers(name):
-    x, labels, classes = ODD[name]
-    share = unexplained(x, labels, classes)
-    weight, bias = fit_head(x, labels, classes)
-    assert weight.isfinite().all()
-    assert bias.isfinite().all()
-    answers = (x.double() @ weight.double().T + bias.double()).argmax(1)
-    if name.startswith("all features"):
-        assert (answers == 0).all()  # the most frequent class: there is nothing else to go by
-        assert share == pytest.approx((6 / 5) ** 2)  # each is told the frequencies of the other five
-    elif name.startswith("one class"):
-        assert share == 0  # there is nothing to be explained
-        assert torch.equal(answers, labels)
-    elif name == "one image a class" or name == "two images":
-        assert share > 1  # no other image has its label
-        assert torch.equal(answers, labels)
-    elif name == "every image twice":
-        assert share < 0.2
-        assert torch.equal(answers, labels)
-    else:
-        assert share == pytest.approx(unexplained(*clouds(20, 3), 3), rel=1e-4)
-        again = fit_head(*clouds(20, 3), 3)
-        assert torch.equal(answers, (clouds(20, 3)[0] @ again[0].T + again[1]).argmax(1))
+def test_a_gain_is_told_with_its_standard_error():
+    old = torch.tensor([True] * 50 + [False] * 50)
+    new = torch.tensor([True] * 60 + [False] * 40)
+    assert gain(new, old) == pytest.approx((10.0, 100 * 10**0.5 / 100))
+    assert gain(old, old) == (0.0, 0.0)

@@ -17,7 +17,7 @@ from confitune.deploy.folding import example_images
 from confitune.deploy.format import BundleError, MethodOptions, Network, TaskRecord, check_name
 from confitune.deploy.held_out import Change, accuracy_on, check_earlier, keep_some, some_of
 from confitune.deploy.loading import new_network
-from confitune.engine import Executor, Listener, TaskFit, evaluate, place_task
+from confitune.engine import Executor, Listener, TaskFit, epochs_of, evaluate, place_task
 from confitune.methods import METHODS, Method
 from confitune.nn import ContinualNet, create_backbone
 from confitune.settings import NetworkSettings, TrainSettings
@@ -96,7 +96,7 @@ def learn(
         _check_classes(images.classes, folder)
         training = _train_settings(settings, method)
         listener = listener or Listener()
-        listener.run_started(method.name, [task], training.epochs, 0)
+        listener.run_started(method.name, [task], epochs_of(images, training), 0)
         listener.task_started(0, task, 0)
         executor = Executor(net, training, listener)
         with executor.session():
@@ -120,7 +120,7 @@ def learn(
             accuracy=accuracy,
             images=len(images.train),
             only_head=only_head,
-            epochs=0 if only_head else training.epochs,
+            epochs=0 if only_head else epochs_of(images, training),
             learned=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         checked = {change.task: change.after for change in changes}
@@ -203,4 +203,4 @@ def _require_same_network(bundle: Bundle, settings: LearnSettings) -> None:
 
 def _train_settings(settings: LearnSettings, method: Method) -> TrainSettings:
     given = settings.model_fields_set & set(TrainSettings.model_fields)
-    return TrainSettings(**{**method.settings, **settings.model_dump(include=given)})
+    return TrainSettings(**{**method.settings, **method.photos, **settings.model_dump(include=given)})

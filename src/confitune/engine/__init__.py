@@ -10,7 +10,7 @@ from confitune.engine.parallel import Turns
 from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
 from confitune.engine.result import RunResult, TaskEntry, command_line, has_checksum, versions
 from confitune.engine.run import SequenceRun, network_sha256
-from confitune.engine.training import DivergedError, TaskFit, fit, steps_of
+from confitune.engine.training import DivergedError, TaskFit, epochs_of, fit, steps_of
 from confitune.settings import TrainSettings
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "batches",
     "command_line",
     "decoding_bar",
+    "epochs_of",
     "evaluate",
     "fit",
     "has_checksum",

@@ -18,7 +18,7 @@ from confitune.engine.checkpoint import Checkpoint
 from confitune.engine.evaluation import evaluate_all, evaluate_groups
 from confitune.engine.events import EpochEnd, Listener, Listeners
 from confitune.engine.result import RunResult, command_line, device_name, summary_of, versions
-from confitune.engine.training import TaskFit
+from confitune.engine.training import TaskFit, epochs_of
 from confitune.errors import ConfituneError
 from confitune.methods import Method
 from confitune.nn import ContinualNet, state_sha256
@@ -108,7 +108,8 @@ class SequenceRun:
         self._checkpointed_at = self.seconds
         self._say_what_is_odd()
         names = [task.name for task in self.sequence]
-        self.listener.run_started(self.method.name, names, self.settings.epochs, self.task)
+        epochs = max(epochs_of(task, self.settings) for task in self.sequence)
+        self.listener.run_started(self.method.name, names, epochs, self.task)
         with self._executor.session():
             for index in range(self.task, len(self.sequence)):
                 self._learn(index, self.sequence[index])
@@ -122,8 +123,8 @@ class SequenceRun:
         if self._saved_fit is not None:
             with self._taking_up():
                 fit.load_state_dict(self._saved_fit)
-                if not 0 <= fit.epoch <= self.settings.epochs:
-                    raise ValueError(f"{fit.epoch} epochs are done, of {self.settings.epochs}")
+                if not 0 <= fit.epoch <= fit.epochs:
+                    raise ValueError(f"{fit.epoch} epochs are done, of {fit.epochs}")
             self._saved_fit = None
         self.listener.task_started(index, task.name, fit.epoch)
         fit.fit(after_epoch=lambda: self._after_epoch(fit))
@@ -135,7 +136,7 @@ class SequenceRun:
             self._checkpoint(None)
 
     def _after_epoch(self, fit: TaskFit) -> None:
-        if fit.epoch % self.checkpoint_epochs == 0 and fit.epoch < self.settings.epochs and self._checkpoint_due():
+        if fit.epoch % self.checkpoint_epochs == 0 and fit.epoch < fit.epochs and self._checkpoint_due():
             fit.report()  # what is in the checkpoint must be finite, and in the logs
             self._checkpoint(fit)
 

@@ -57,9 +57,18 @@ class DivergedError(ConfituneError):
     """The loss, the weights or the statistics became infinite."""
 
 
+def epochs_of(task: Task, settings: TrainSettings) -> int:
+    """How many epochs the task is trained for: more where it has few images and a number of steps is asked for."""
+    return max(settings.epochs, math.ceil(settings.min_steps / _steps_an_epoch(task, settings)))
+
+
 def steps_of(task: Task, settings: TrainSettings) -> int:
     """How many training steps the task takes."""
-    return settings.epochs * (len(task.train) // min(settings.batch_size, len(task.train)))
+    return epochs_of(task, settings) * _steps_an_epoch(task, settings)
+
+
+def _steps_an_epoch(task: Task, settings: TrainSettings) -> int:
+    return len(task.train) // min(settings.batch_size, len(task.train))
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,8 @@ class TaskFit:
         if len(task.train) < 2:
             raise ConfituneError(f"task {task.name!r} has {len(task.train)} training image; batch norm needs 2 or more")
         self.executor, self.task, self.method = executor, task, method
-        self.net, self.settings, self.listener, self.device = net, settings, executor.listener, executor.device
+        self.net, self.listener, self.device = net, executor.listener, executor.device
+        self.settings = settings.model_copy(update={"epochs": epochs_of(task, settings)})
         self.index = len(net.tasks) if index < 0 else index
         self.hooks = method.hooks if hooks is None else tuple(hooks)
         self.seed = derived_seed(settings.seed, "penalty", self.index)
@@ -117,10 +127,10 @@ class TaskFit:
         if self.is_new:
             net.add_task(task.name, task.classes, derived_generator(settings.seed, "head", self.index))
         net.set_task(task.name)
-        self.stages = method.stages(settings.epochs, self.index)
+        self.stages = method.stages(self.epochs, self.index)
         trained = frozenset(name for stage in self.stages for name in stage.trains)
         self.optimizer = _optimizer(net, trained, method, settings, executor)
-        self.step = TrainStep(net, task, self.hooks, self.optimizer, settings, self.device, executor.features)
+        self.step = TrainStep(net, task, self.hooks, self.optimizer, self.settings, self.device, executor.features)
         self._under_way: deque[_Epoch] = deque()
 
     @property

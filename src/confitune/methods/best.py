@@ -1,10 +1,12 @@
 """Nothing forgotten: the backbone stays as pre-trained, and a task owns no more of it than it needs.
 
 Candidates for a task, from simple to rich: a head on pre-trained features; norms and low-rank changes of all weights,
-trained with the moments of pre-training (what wins with few photos); the same with the task's own moments (what wins
-where images are far from those of pre-training). A head fitted to the features that a start gives says where training
-starts best. Then a fifth of the images is held out for the larger part of the epochs; the head stays unless the trained
-task is better on them by more than a standard error. Else the rest of the epochs learns them, too.
+trained with the moments of pre-training (what wins with few photos); the same with moments of the task's own (what wins
+where images are far from those of pre-training). All are judged on training images that were left out. Heads on the
+features that each start gives say with which moments, and from which norms and changes, training starts. It runs in the
+stages of hierarchical fine-tuning (ConFiT, sec. 3.3), the changes in place of the weights, for the larger part of the
+epochs without a fifth of the images. If it has not beaten the head on them by then, the head stays; else the rest of
+the epochs learns them, too.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -20,19 +22,23 @@ from torch import Tensor
 
 from confitune.methods.linear import FOLDS, LinearFit, fit_linear, folds_of, gain
 from confitune.methods.method import Method, Options, TaskContext
-from confitune.methods.stages import Stage
+from confitune.methods.stages import EVERYTHING, Stage, hierarchical
 from confitune.nn import ContinualNet, Deltas, Head, Moments, Norms, Part
 
-TRAINED = frozenset({"head", "norms", "deltas"})
+_SEEN_BY_ALL = 0.7  # of the epochs go without the held-out images
+_BATCHES = 16  # whose gradients say along which directions changes start
+
+Start = tuple[str, bool]  # whose norms and changes a task starts from, and whether it has moments of its own
 
 
 class BestOptions(Options):
     """Choices of best."""
 
     rank: int = Field(1, ge=1, description="of the changes of weights")
-    batches: int = Field(16, ge=1, description="whose gradients say where the changes start")
-    held: float = Field(
-        0.7, ge=0, lt=1, description="share of the epochs that go without held-out images; 0: no choice"
+    owns: Literal["chosen", "head", "changes", "moments"] = Field(
+        "chosen",
+        description="what tasks own: chosen on held-out images, or for all the same: a head; also norms and changes; "
+        "also moments",
     )
 
 
@@ -41,9 +47,9 @@ class Best(Method):
 
     name = "best"
     summary = "pre-trained backbone frozen; heads, and where it helps norms and low-rank changes; forgets nothing"
-    cost = "linear classifiers and gradients of a few batches before a task is trained"
-    settings = MappingProxyType({"lr": 0.03})
-    lr_factors = MappingProxyType({"deltas": 3.0})
+    cost = "linear classifiers before a task is trained, and gradients of a few batches"
+    settings = MappingProxyType({"optimizer": "adamw", "lr": 0.003, "lr_schedule": "cosine", "warmup": 0.1})
+    photos = MappingProxyType({**settings, "augmentation": "crop", "label_smoothing": 0.1})
     Options = BestOptions
 
     def __init__(self, **options: Any) -> None:
@@ -56,46 +62,57 @@ class Best(Method):
         return [norms, Moments(), Deltas(self.options.rank, "previous"), Head()]
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
-        return (Stage("all", epochs, TRAINED),)
+        changes = frozenset({"head", "norms", "deltas"})
+        stages = hierarchical(epochs)
+        return tuple(Stage("all", s.epochs, changes) if s.trains == EVERYTHING else s for s in stages)
+
+    # ---- what a task owns ------------------------------------------------------------------------------------------
 
     def settle(self, context: TaskContext) -> bool:
         if context.epoch == 0:
             return self._begin(context)
-        if context.epoch == self._decides_after(context):
-            return self._decide(context)
-        return False
+        return context.epoch == self._alone(context) and self._decide(context)
 
     def _begin(self, context: TaskContext) -> bool:
-        """Choose where training starts, or see that nothing is to be gained."""
-        net, head = context.net, self._head(context)
-        wrong = int((~head.right).sum())
-        few = context.images < FOLDS * len(net.tasks[net.current_task].classes)
-        if self.options.held and (wrong <= 1 or few):
-            return self._settle(context, head, "too few images to train on" if few else "nothing left to gain")
-        # A start is whose norms and changes, and whether with the moments of the task's own batches.
-        starts = {("pre-training", False): head}
+        """Choose where training starts, or see that nothing is to be gained by it."""
+        net, head, owns = context.net, self._head(context), self.options.owns
+        if owns == "head":
+            return self._settle(context, head, "as asked for")
+        if owns == "chosen" and context.images < FOLDS * len(net.tasks[net.current_task].classes):
+            return self._settle(context, head, f"fewer than {FOLDS} images a class are too few to train on")
+        if owns == "chosen" and int((~head.right).sum()) <= 1:
+            return self._settle(context, head, "it tells left-out images apart")
+        starts = self._starts(context)
+        with_own, without = (
+            min((s for s in starts if s[1] is own), key=lambda s: starts[s].loss) for own in (True, False)
+        )
+        more, error = gain(starts[with_own].right, starts[without].right)
+        own = more > error if owns == "chosen" else owns == "moments"
+        source, own = with_own if own else without
+        if source == "pre-training":
+            net.start_pretrained()
+        elif not own:
+            net.start_pretrained(["moments"])
+        self._use_moments(net, own)
+        losses = {
+            f"{name}, {'own' if moments else 'pre-trained'} moments": starts[name, moments].loss
+            for name, moments in starts
+        }
+        self.choices[net.current_task] = {"start": source, "own_moments": own, "left_out_losses": losses}
+        return False
+
+    def _starts(self, context: TaskContext) -> dict[Start, LinearFit]:
+        """What heads are worth on the features that each start gives."""
+        net = context.net
+        starts = {("pre-training", False): self._head(context)}
         with net.as_pretrained(), net.at_batch_moments():
             starts["pre-training", True] = self._linear(context)
         if any("deltas" in entry.owns for entry in net.tasks.values() if entry.finished):
-            with net.at_batch_moments():
-                starts["the task before", True] = self._linear(context)
             with net.as_pretrained(["moments"]):
                 starts["the task before", False] = self._linear(context)
-        source, own = min(starts, key=lambda start: starts[start].loss)
-        if source == "pre-training" or not own:
-            net.start_pretrained(None if source == "pre-training" else ["moments"])
-        self._use_moments(net, own)
-        chosen = starts[source, own]
-        self.choices[net.current_task] = {
-            "starts": {
-                f"{name}, {'own' if moments else 'pre-trained'} moments": fit.loss
-                for (name, moments), fit in starts.items()
-            },
-            "start": source,
-            "own_moments": own,
-        }
-        net.head.put(*(chosen.without if self._decides_after(context) else (chosen.weight, chosen.bias)))
-        return False
+            with net.at_batch_moments():
+                starts["the task before", True] = self._linear(context)
+        return starts
 
     def _decide(self, context: TaskContext) -> bool:
         """Compare what was trained with the head on images that neither has seen; finish the task if the head wins."""
@@ -106,13 +123,13 @@ class Best(Method):
             right = net.head(context.features(held)).argmax(1) == labels
         more, error = gain(right, before)
         trained, alone = (100 * float(answers.double().mean()) for answers in (right, before))
-        words = f"held-out {trained:.1f}%; head alone {alone:.1f}%"
-        choice = self.choices.setdefault(net.current_task, {})
+        choice = self.choices[net.current_task]
         choice |= {"held_out": len(held), "trained": trained, "head": alone, "gain": more, "standard_error": error}
-        if more <= error:
+        words = f"held-out {trained:.1f}%; head alone {alone:.1f}%"
+        if more <= 0:
             return self._settle(context, head, words)
         norms = "own batch norms" if self._own else "own scales and shifts of norms"
-        start = f", from {choice['start']}" if choice.get("start", "pre-training") != "pre-training" else ""
+        start = "" if choice["start"] == "pre-training" else f", from {choice['start']}"
         context.note(f"{norms} and rank-{self.options.rank} changes{start} ({words})")
         return False
 
@@ -126,39 +143,32 @@ class Best(Method):
         context.note(f"a head on pre-trained features ({why})")
         return True
 
-    def begin_task(self, context: TaskContext) -> None:
-        deltas = context.net.parts["deltas"]
-        assert isinstance(deltas, Deltas)
-        if not bool(torch.stack(torch._foreach_norm(list(deltas.b))).any()):
-            self._start_changes(context, deltas)
+    def finish(self, context: TaskContext) -> None:
+        context.net.finish_task(owns=None if self._own else ["norms", "deltas", "head"])
+
+    # ---- training --------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, context: TaskContext, epoch: int) -> None:
         self._use_moments(context.net, self._own)
-        used = torch.arange(context.images)
-        if epoch < self._decides_after(context):
-            used = (self._folds(context) != 0).nonzero().flatten()
-        context.train_on(used)
-
-    def end_task(self, context: TaskContext) -> None:
-        self._fit = None
-
-    def finish(self, context: TaskContext) -> None:
-        context.net.finish_task(owns=None if self._own else ["norms", "deltas", "head"])
+        every = torch.arange(context.images)
+        context.train_on(every if epoch >= self._alone(context) else every[self._folds(context) != 0])
+        deltas = context.net.parts["deltas"]
+        assert isinstance(deltas, Deltas)
+        first = sum(stage.epochs for stage in self.stages(context.epochs, context.index)[:-1])
+        if epoch == first and not bool(torch.stack(torch._foreach_norm(list(deltas.b))).any()):
+            weights = [layer.get_parameter("weight") for layer in deltas.layers.values()]
+            # Gradients of a network that diverged have no directions; training says so once a GPU's numbers are read.
+            found = [gradient.nan_to_num(0.0, 0.0, 0.0) for gradient in context.gradients(weights, _BATCHES)]
+            deltas.start_along(dict(zip(deltas.layers, found, strict=True)))
 
     def captured_kind(self, index: int) -> Hashable:
         return self._own
 
-    def _decides_after(self, context: TaskContext) -> int:
+    def _alone(self, context: TaskContext) -> int:
         """How many epochs go without the held-out images."""
-        share: float = self.options.held
-        return min(math.ceil(share * context.epochs), context.epochs - 1)
-
-    def _start_changes(self, context: TaskContext, deltas: Deltas) -> None:
-        weights = [layer.get_parameter("weight") for layer in deltas.layers.values()]
-        gradients = context.gradients(weights, self.options.batches)
-        # Gradients of a network that diverged have no directions; training says so once a GPU's numbers are read.
-        found = [gradient.nan_to_num(0.0, 0.0, 0.0) for gradient in gradients]
-        deltas.start_along(dict(zip(deltas.layers, found, strict=True)))
+        if self.options.owns != "chosen":
+            return 0
+        return min(math.ceil(_SEEN_BY_ALL * context.epochs), context.epochs - 1)
 
     def _head(self, context: TaskContext) -> LinearFit:
         """Fitted to pre-trained features of all images."""

@@ -21,14 +21,12 @@ class LinearFit:
     Attributes:
         weight: [K, F].
         bias: [K].
-        without: weight and bias of the same fitted without the images of fold 0.
         right: [N], whether an image is told right by the fit without its fold.
         loss: mean cross-entropy of images in the fits without their folds.
     """
 
     weight: Tensor
     bias: Tensor
-    without: tuple[Tensor, Tensor]
     right: Tensor
     loss: float
 
@@ -92,11 +90,11 @@ def fit_linear(features: Tensor, labels: Tensor, classes: int, folds: Tensor) ->
     left_out = logits[torch.arange(images, device=device), :, folds + 1].transpose(0, 1)  # [decays, N, K]
     losses = torch.stack([cross_entropy(of_decay, labels) for of_decay in left_out])
     best = int(losses.argmin())
-    scaled = weight.unflatten(0, (len(_DECAYS), FOLDS + 1))[best]
-    weights = scaled[..., :-1] @ axes.T / spread
-    biases = scaled[..., -1] - weights @ centre
+    scaled = weight[best * (FOLDS + 1)]
+    weight = scaled[:, :-1] @ axes.T / spread
+    bias = scaled[:, -1] - weight @ centre
     right = left_out[best].argmax(1) == labels
-    return LinearFit(weights[0], biases[0], (weights[1], biases[1]), right, float(losses[best]))
+    return LinearFit(weight, bias, right, float(losses[best]))
 
 
 def _principal(x: Tensor) -> tuple[Tensor, Tensor]:

