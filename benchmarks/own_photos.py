@@ -1,7 +1,7 @@
 """`best` on few photos a class, beside what people would try first: logistic regression on frozen features, and a
 network for every task, plainly fine-tuned.
 
-    python benchmarks/own_photos.py --photos photos --new new           # a folder for every task, folders of classes in it
+    python benchmarks/own_photos.py --photos photos --new new    # a folder for every task, folders of classes in it
     python benchmarks/own_photos.py --dataset flowers102 --data-dir data --per-class 20
 
 Tasks are learned one after the other, as `confitune learn` does it with its defaults, in the order given and in the
@@ -95,15 +95,12 @@ def the_tasks(options: argparse.Namespace, backbone: Backbone) -> list[Task]:
         tasks = []
         for name in names:
             task, new = (load_folder_task(root / name, name, **normalised) for root in (options.photos, options.new))
-            every = Images(new.train.pixels, *(torch.cat(both) for both in zip(fields(new.train), fields(new.test))))
+            every = Images(
+                new.train.pixels, *(torch.cat(both) for both in zip(fields(new.train), fields(new.test), strict=True))
+            )
             tasks.append(replace(task, test=every))
     tasks = tasks[: options.tasks]
     return [replace(task, train=some(task.train, options.per_class)) for task in tasks]
-
-
-def fields(images: Images) -> tuple[Tensor, Tensor]:
-    """Rows and labels."""
-    return images.rows, images.labels
 
 
 def some(images: Images, per_class: int | None) -> Images:
@@ -167,7 +164,7 @@ def learned(
 ) -> list[tuple[str, float, dict[str, Any]]]:
     """Accuracy of each task after the last, and what it was given, by `best` as `learn` uses it."""
     method = create_method("best")
-    settings = TrainSettings(**method.photos, device=device, seed=seed)
+    settings = TrainSettings(**method.settings, **method.photos, device=device, seed=seed)
     net = method.network(copy.deepcopy(backbone.module))
     result = SequenceRun(net, TaskSequence("own photos", "clean", tuple(tasks)), method, settings).run()
     if result.fgt:

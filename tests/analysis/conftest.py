@@ -61,8 +61,8 @@ def settings():
 
 @pytest.fixture
 def make_run(sequence, settings):
-    def make(method, *, net=None, listeners=(), folder=None):
-        method = create_method(method)
+    def make(method, options=None, *, net=None, listeners=(), folder=None):
+        method = create_method(method, options)
         net = net or method.network(_backbone())
         return SequenceRun(
             net, sequence, method, settings, folder=folder, listeners=listeners, config={}, checkpoint_seconds=0

@@ -1,7 +1,6 @@
 """Numbers stored: counted by hand for the tiny network, for ResNet18, and in what real runs leave behind."""
 
 import pytest
-import torch
 
 from confitune.analysis import measure_storage
 from confitune.engine import CHECKPOINT
@@ -77,7 +76,7 @@ def test_resnet18():
 
 @pytest.mark.parametrize("method", ["finetune", "confit", "task-bn", "ccll", "best", "ewc", "mas-cpr"])
 def test_what_a_run_really_saves(make_run, measured, tmp_path, method):
-    make_run(method, folder=tmp_path).run()
+    make_run(method, {"best": {"owns": "moments"}}, folder=tmp_path).run()
     saved = values_of(read_sealed(tmp_path / CHECKPOINT))
     rows = saved["net"]["_extra_state"]["tasks"].values()
     heads = sum(len(entry["classes"]) * 9 for entry in rows)
@@ -88,7 +87,8 @@ def test_what_a_run_really_saves(make_run, measured, tmp_path, method):
         for key in ("anchor", "fisher", "omega")
         for tensor in state.get(key, {}).values()
     )
-    pretrained = saved["net"].get("parts.norms.row", torch.empty(0)).numel()
+    kept = [f"parts.{part}.row" for part in ("norms", "moments", "calibrations")]
+    pretrained = sum(saved["net"][key].numel() for key in kept if key in saved["net"])
     assert measured(method).kept(len(rows)) == in_rows + of_hooks + pretrained
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 from confitune import cli
 from confitune.deploy import Bundle, Predictor, check_tasks
 from confitune.methods import METHODS
-from deploy.shared import contents
+from deploy.shared import contents, settling
 
 SOURCE = Path(cli.__file__).parents[2]
 
@@ -108,7 +108,7 @@ def test_learn_uses_best_and_says_where_only_a_head_was_fitted(
     path, said_it = tmp_path / "model", "only a head was fitted"
     start = [part for name, value in new_bundle.items() if name != "method" for part in (f"--{name}", value)]
     for task, settles in (("reds", True), ("stripes", False)):
-        monkeypatch.setattr(METHODS["best"], "may_stay", lambda self, *_, settles=settles: settles)
+        monkeypatch.setattr(METHODS["best"], "settle", settling(settles))
         said = confitune("learn", photos(task), "--name", task, "--bundle", path, *quick, *start)
         assert said.code == 0
         assert (said_it in said.out) == settles

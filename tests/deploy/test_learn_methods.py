@@ -162,7 +162,7 @@ def test_a_record_that_does_not_belong_to_the_files_is_refused(taught, network, 
 def test_a_network_without_batch_norm_learns_answers_and_guesses(teach, pixels, tmp_path, model, size, method):
     path = tmp_path / "model"
     new = {"model": model, "weights": "none", "size": size, "method": method}
-    new |= {"options": {"best": {"most": 0}}} if method == "best" else {}
+    new |= {"options": {"best": {"owns": "moments"}}} if method == "best" else {}
     for task in ("reds", "greens"):
         report = teach(task, path, lr=0.03, **new)
         new = {}

@@ -173,7 +173,7 @@ def assert_same_importance(graph, eager):
 
 def test_a_task_that_settles_does_so_captured_or_not(ran):
     """Of three one does, the others are trained."""
-    some = {"best": {"worse": 0, "most": 0.3}}
+    some = {"best": {"owns": "chosen"}}
     eager, graph = (ran(method=create_method("best", some), step=step) for step in ("eager", "graph"))
     assert captured(graph[0]) > 0
     assert sorted(len(entry.owns) for entry in graph[0].net.tasks.values()) == [1, 3, 3]

@@ -24,6 +24,7 @@ from confitune.deploy.held_out import decode_kept
 from confitune.experiments import examine
 from confitune.files import checksum_of
 from confitune.methods import METHODS
+from deploy.shared import settling
 from fuzz.mutations import as_json, changed, damaged, holds_deep
 from fuzz.watch import Watch
 
@@ -119,7 +120,7 @@ def _teach(model: Path) -> None:
                 Image.fromarray(values.astype(np.uint8)).save(folder / f"{task} {label}" / f"{n}.png")
         new = {"model": "test_byobnet", "weights": "none", "size": 32} if task == "reds" else {}
         settings = LearnSettings(epochs=1, batch_size=4, device="cpu", **new)
-        with patch.object(METHODS["best"], "may_stay", return_value=task == "reds"):
+        with patch.object(METHODS["best"], "settle", settling(head=task == "reds")):
             learn(folder, task, model, settings, cache_dir=model.parent / "cache")
 
 

@@ -12,7 +12,7 @@ the epochs learns them, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -49,7 +49,7 @@ class Best(Method):
     summary = "pre-trained backbone frozen; heads, and where it helps norms and low-rank changes; forgets nothing"
     cost = "linear classifiers before a task is trained, and gradients of a few batches"
     settings = MappingProxyType({"optimizer": "adamw", "lr": 0.003, "lr_schedule": "cosine", "warmup": 0.1})
-    photos = MappingProxyType({**settings, "augmentation": "crop", "label_smoothing": 0.1})
+    photos = MappingProxyType({"batch_size": 16, "min_steps": 100, "augmentation": "crop", "label_smoothing": 0.1})
     Options = BestOptions
 
     def __init__(self, **options: Any) -> None:
@@ -149,7 +149,8 @@ class Best(Method):
     # ---- training --------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, context: TaskContext, epoch: int) -> None:
-        self._use_moments(context.net, self._own)
+        choice = self.choices.get(context.net.current_task, {})
+        self._use_moments(context.net, choice.get("own_moments", self._own))
         every = torch.arange(context.images)
         context.train_on(every if epoch >= self._alone(context) else every[self._folds(context) != 0])
         deltas = context.net.parts["deltas"]
@@ -189,10 +190,3 @@ class Best(Method):
         moments = net.parts["moments"]
         assert isinstance(moments, Moments)
         self._own = moments.own = own
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "own": self._own}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._own = state["own"]

@@ -219,12 +219,14 @@ class Method:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that is kept between steps and tasks (tensors, numbers, text, lists and dicts of them)."""
-        return {name: dict(getattr(self, name)) for name in (*self.kept, *self.running, "choices")}
+        state = {name: dict(getattr(self, name)) for name in (*self.kept, *self.running)}
+        return {**state, **({"choices": dict(self.choices)} if self.choices else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave."""
-        for name in (*self.kept, *self.running, "choices"):
+        for name in (*self.kept, *self.running):
             setattr(self, name, dict(state[name]))
+        self.choices = dict(state.get("choices", {}))
 
     def storage(self) -> int:
         """How many numbers are kept between tasks."""
