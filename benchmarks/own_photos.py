@@ -95,10 +95,9 @@ def the_tasks(options: argparse.Namespace, backbone: Backbone) -> list[Task]:
         tasks = []
         for name in names:
             task, new = (load_folder_task(root / name, name, **normalised) for root in (options.photos, options.new))
-            every = Images(
-                new.train.pixels, *(torch.cat(both) for both in zip(fields(new.train), fields(new.test), strict=True))
-            )
-            tasks.append(replace(task, test=every))
+            rows = torch.cat([new.train.rows, new.test.rows])
+            labels = torch.cat([new.train.labels, new.test.labels])
+            tasks.append(replace(task, test=Images(new.train.pixels, rows, labels)))
     tasks = tasks[: options.tasks]
     return [replace(task, train=some(task.train, options.per_class)) for task in tasks]
 

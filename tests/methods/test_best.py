@@ -137,9 +137,9 @@ def test_training_that_beats_the_head_learns_the_held_out_images_at_last(make_ne
     fit(net, task, method, make_settings(epochs=10), hears)
     assert (hears.epochs, owned(net)) == (10, [CHANGES])
     every = list(range(27))
-    assert [positions.tolist() == every for positions in used] == [False] * 7 + [True] * 3
+    assert [positions.tolist() == every for positions in used] == [False] * 8 + [True] * 2
     held = set(every) - set(used[0].tolist())
-    assert len({tuple(positions.tolist()) for positions in used[:7]}) == 1
+    assert len({tuple(positions.tolist()) for positions in used[:8]}) == 1
     assert task.train.labels[sorted(held)].bincount().tolist() == [2, 2, 2]
     choice = method.choices["dark"]
     assert (choice["held_out"], choice["head"], choice["start"], choice["own_moments"]) == (
@@ -198,9 +198,13 @@ def test_own_moments_are_kept_where_heads_on_them_are_better(make_net, tasks, ma
 
 
 def test_changes_take_the_place_of_weights_in_the_stages_of_hierarchical_fine_tuning():
-    for epochs in (1, 4, 5, 10):
-        stages = create_method("best").stages(epochs, 0)
-        assert [(stage.name, stage.epochs) for stage in stages] == [(s.name, s.epochs) for s in hierarchical(epochs)]
+    cases = ((None, 1, 1), (None, 2, 1), (None, 5, 4), (None, 10, 8), (TRAINED, 4, 4), (TRAINED, 10, 10))
+    for options, epochs, alone in cases:
+        stages = create_method("best", options).stages(epochs, 0)
+        expected = [(stage.name, stage.epochs) for stage in hierarchical(alone)]
+        found = [(stage.name, stage.epochs) for stage in stages]
+        assert found[:-1] == expected[:-1]
+        assert found[-1] == ("all", expected[-1][1] + epochs - alone)  # with the images that were held out
         assert stages[-1].trains == {"head", "norms", "deltas"}
         assert not any("weights" in stage.trains for stage in stages)
 

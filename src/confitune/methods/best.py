@@ -5,13 +5,12 @@ trained with the moments of pre-training (what wins with few photos); the same w
 where images are far from those of pre-training). All are judged on training images that were left out. Heads on the
 features that each start gives say with which moments, and from which norms and changes, training starts. It runs in the
 stages of hierarchical fine-tuning (ConFiT, sec. 3.3), the changes in place of the weights, for the larger part of the
-epochs without a fifth of the images. If it has not beaten the head on them by then, the head stays; else the rest of
-the epochs learns them, too.
+epochs without a fifth of the images. If the head is then better on them by more than a standard error, the head stays;
+else the rest of the epochs learns them, too.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from types import MappingProxyType
 from typing import Any, Literal
@@ -22,10 +21,10 @@ from torch import Tensor
 
 from confitune.methods.linear import FOLDS, LinearFit, fit_linear, folds_of, gain
 from confitune.methods.method import Method, Options, TaskContext
-from confitune.methods.stages import EVERYTHING, Stage, hierarchical
+from confitune.methods.stages import Stage, hierarchical
 from confitune.nn import ContinualNet, Deltas, Head, Moments, Norms, Part
 
-_SEEN_BY_ALL = 0.7  # of the epochs go without the held-out images
+_ALONE = 0.8  # of the epochs go without the held-out images
 _BATCHES = 16  # whose gradients say along which directions changes start
 
 Start = tuple[str, bool]  # whose norms and changes a task starts from, and whether it has moments of its own
@@ -48,7 +47,9 @@ class Best(Method):
     name = "best"
     summary = "pre-trained backbone frozen; heads, and where it helps norms and low-rank changes; forgets nothing"
     cost = "linear classifiers before a task is trained, and gradients of a few batches"
-    settings = MappingProxyType({"optimizer": "adamw", "lr": 0.003, "lr_schedule": "cosine", "warmup": 0.1})
+    settings = MappingProxyType(
+        {"optimizer": "adamw", "lr": 0.003, "lr_schedule": "cosine", "warmup": 0.1, "lr_restart": _ALONE}
+    )
     photos = MappingProxyType({"batch_size": 16, "min_steps": 100, "augmentation": "crop", "label_smoothing": 0.1})
     Options = BestOptions
 
@@ -62,16 +63,16 @@ class Best(Method):
         return [norms, Moments(), Deltas(self.options.rank, "previous"), Head()]
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
-        changes = frozenset({"head", "norms", "deltas"})
-        stages = hierarchical(epochs)
-        return tuple(Stage("all", s.epochs, changes) if s.trains == EVERYTHING else s for s in stages)
+        *first, _ = hierarchical(self._alone(epochs) or epochs)
+        trained = sum(stage.epochs for stage in first)
+        return (*first, Stage("all", epochs - trained, frozenset({"head", "norms", "deltas"})))
 
     # ---- what a task owns ------------------------------------------------------------------------------------------
 
     def settle(self, context: TaskContext) -> bool:
         if context.epoch == 0:
             return self._begin(context)
-        return context.epoch == self._alone(context) and self._decide(context)
+        return context.epoch == self._alone(context.epochs) and self._decide(context)
 
     def _begin(self, context: TaskContext) -> bool:
         """Choose where training starts, or see that nothing is to be gained by it."""
@@ -86,8 +87,8 @@ class Best(Method):
         with_own, without = (
             min((s for s in starts if s[1] is own), key=lambda s: starts[s].loss) for own in (True, False)
         )
-        more, error = gain(starts[with_own].right, starts[without].right)
-        own = more > error if owns == "chosen" else owns == "moments"
+        more, _ = gain(starts[with_own].right, starts[without].right)
+        own = more > 0 if owns == "chosen" else owns == "moments"
         source, own = with_own if own else without
         if source == "pre-training":
             net.start_pretrained()
@@ -126,7 +127,7 @@ class Best(Method):
         choice = self.choices[net.current_task]
         choice |= {"held_out": len(held), "trained": trained, "head": alone, "gain": more, "standard_error": error}
         words = f"held-out {trained:.1f}%; head alone {alone:.1f}%"
-        if more <= 0:
+        if more + error <= 0:  # training that learned all images is better than this by what the held-out ones tell
             return self._settle(context, head, words)
         norms = "own batch norms" if self._own else "own scales and shifts of norms"
         start = "" if choice["start"] == "pre-training" else f", from {choice['start']}"
@@ -152,7 +153,7 @@ class Best(Method):
         choice = self.choices.get(context.net.current_task, {})
         self._use_moments(context.net, choice.get("own_moments", self._own))
         every = torch.arange(context.images)
-        context.train_on(every if epoch >= self._alone(context) else every[self._folds(context) != 0])
+        context.train_on(every if epoch >= self._alone(context.epochs) else every[self._folds(context) != 0])
         deltas = context.net.parts["deltas"]
         assert isinstance(deltas, Deltas)
         first = sum(stage.epochs for stage in self.stages(context.epochs, context.index)[:-1])
@@ -165,11 +166,9 @@ class Best(Method):
     def captured_kind(self, index: int) -> Hashable:
         return self._own
 
-    def _alone(self, context: TaskContext) -> int:
-        """How many epochs go without the held-out images."""
-        if self.options.owns != "chosen":
-            return 0
-        return min(math.ceil(_SEEN_BY_ALL * context.epochs), context.epochs - 1)
+    def _alone(self, epochs: int) -> int:
+        """How many of the epochs go without the held-out images."""
+        return min(round(_ALONE * epochs), epochs - 1) if self.options.owns == "chosen" else 0
 
     def _head(self, context: TaskContext) -> LinearFit:
         """Fitted to pre-trained features of all images."""
