@@ -25,7 +25,7 @@ from show_tables import Numbers
 from confitune.experiments.drawing import PIXELS_PER_INCH
 from confitune.files import write_whole
 
-PAGES = ("speed.md", "deploy.md", "scaling.md")
+PAGES = ("speed.md", "deploy.md", "scaling.md", "best.md")
 PICTURES = "speed"  # the folder beside the pages
 MARKED = re.compile(r"<!-- results/benchmarks/(\S+\.json) (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 NOTHING = "Not measured yet.\n"
@@ -73,6 +73,7 @@ PARTS = {
         tables.about_learn,
         tables.learn_table,
     ),
+    "photos": Part("Accuracy in percent on new photos, the task given", tables.about_photos, tables.photos_table),
     "mixed": Part("A mixed batch against one of a single task", tables.about_mixed, tables.mixed_table),
     "many": Part("A bundle of many tasks against one of few", tables.about_many, tables.many_table),
     "load": Part("The server at its limit", tables.about_load, tables.load_table),

@@ -282,6 +282,20 @@ def learn_table(numbers: Numbers) -> str:
     return table(head, rows)
 
 
+def about_photos(numbers: Numbers) -> str:
+    few = f"{numbers['per_class']} training images a class, " if numbers["per_class"] else ""
+    runs = max(len(scores) for scores in numbers["scores"]["best"].values())
+    return f"{numbers['model']}, {few}best in {runs} runs, {numbers['seconds_a_task']:.0f} s a task"
+
+
+def photos_table(numbers: Numbers) -> str:
+    means = numbers["means"]
+    tasks = [*means["best"]]
+    rows = [[task, *(f"{of_method[task]:.1f}" for of_method in means.values())] for task in tasks]
+    rows.append(["mean", *(f"{statistics.mean(of_method.values()):.1f}" for of_method in means.values())])
+    return table(["task", "logistic regression", "a network a task", "best"], rows)
+
+
 def about_mixed(numbers: Numbers) -> str:
     return f"{numbers['model']}, {numbers['batch_size']} images of {numbers['pixels']} pixels"
 

@@ -76,7 +76,7 @@ def test_an_unknown_option_is_answered_with_the_nearest(option, near):
         ("pipeline", "publish", "published"),
         ("optimizer", "Adam", "adam"),
         ("lr_schedule", "cos", "cosine"),
-        ("augmentation", "flipshift", "crop"),
+        ("augmentation", "crops", "crop"),
         ("precision", "fp16", "bf16"),
     ],
 )

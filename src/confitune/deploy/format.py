@@ -79,6 +79,9 @@ class TaskRecord(_Record):
     accuracy: float | None = Field(None, ge=0, le=100, description="when it was learned, on all its test images")
     images: int = Field(0, ge=0, description="that it was learned from")
     only_head: bool = Field(False, description="it uses the pre-trained network and owns nothing but a head")
+    choice: dict[str, str | float | bool | dict[str, float]] = Field(
+        default_factory=dict, description="what the method chose for it, and why"
+    )
     epochs: int = Field(0, ge=0)
     learned: str = Field("", description="when, ISO 8601")
 

@@ -120,6 +120,7 @@ def learn(
             accuracy=accuracy,
             images=len(images.train),
             only_head=only_head,
+            choice=method.choices.get(task, {}),
             epochs=0 if only_head else epochs_of(images, training),
             learned=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
-from typing_extensions import Self, TypedDict
+from typing_extensions import NotRequired, Self, TypedDict
 
 from confitune import metrics
 from confitune.errors import ConfituneError
@@ -37,6 +37,7 @@ class TaskEntry(TypedDict):
     test_images: Count
     norm_numbers: Count
     head_numbers: Count
+    choice: NotRequired[dict[str, Any]]  # what the method chose for it, and why; see `Method.choices`
 
 
 class _Shown(TypedDict, total=False):

@@ -19,7 +19,7 @@ from torch.nn.functional import conv2d, pad
 
 from confitune.errors import ConfituneError
 from confitune.nn.pairing import Flow, conv_geometry
-from confitune.nn.parts.part import Part, split_row
+from confitune.nn.parts.part import Part
 
 Start = Literal["previous", "pretrained", "random"]
 
@@ -129,8 +129,8 @@ class Deltas(Part):
     def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:
         own = {name: layer.forward for name, layer in self.layers.items()}
         shapes = [tensor.shape for tensor in self.live(True).values()]
-        tables = zip(*(split_row(row, shapes) for row in rows), strict=True)
-        stacked = iter([torch.stack(parts) for parts in tables])
+        columns = torch.stack(list(rows)).split([shape.numel() for shape in shapes], dim=1)
+        stacked = iter([table.view(len(rows), *shape) for table, shape in zip(columns, shapes, strict=True)])
         try:
             for layer in self.layers.values():
                 mixed = _linear_mixed if isinstance(layer, nn.Linear) else _conv_mixed

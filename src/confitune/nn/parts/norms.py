@@ -125,7 +125,7 @@ class Norms(Part):
 
     @contextmanager
     def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:
-        shapes = [s.shape for layer in self.layers.values() for s in scale_and_shift(layer)]
+        shapes = [shape for layer in self.layers.values() for shape in (_shape(layer), _shape(layer))]
         chosen = torch.stack(list(rows))[place].split([shape.numel() for shape in shapes], dim=1)
         parts = iter([part.reshape(-1, *shape) for part, shape in zip(chosen, shapes, strict=True)])
         try:
@@ -136,6 +136,13 @@ class Norms(Part):
         finally:
             for layer in self.layers.values():
                 vars(layer).pop("forward", None)
+
+
+def _shape(layer: Any) -> torch.Size:
+    """Of a layer's scale and of its shift."""
+    if isinstance(layer, _BatchNorm):
+        return torch.Size([layer.num_features])
+    return torch.Size([layer.num_channels] if isinstance(layer, nn.GroupNorm) else layer.normalized_shape)
 
 
 def scale_and_shift(layer: Any) -> tuple[Tensor, Tensor]:
@@ -151,8 +158,7 @@ def scale_and_shift(layer: Any) -> tuple[Tensor, Tensor]:
         shift = -mean.double() * scale
         shift = shift if bias is None else shift + bias.detach().double()
         return scale.to(var.dtype), shift.to(var.dtype)
-    shape = layer.num_channels if isinstance(layer, nn.GroupNorm) else tuple(layer.normalized_shape)
-    like = weight if weight is not None else torch.ones(shape)
+    like = weight if weight is not None else torch.ones(_shape(layer))
     return like.detach(), torch.zeros_like(like) if bias is None else bias.detach()
 
 
