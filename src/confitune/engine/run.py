@@ -176,7 +176,7 @@ class SequenceRun:
     def _say_what_is_odd(self) -> None:
         usual, here = (self.method.stages(epochs, 0)[0].name for epochs in (10, self.settings.epochs))
         if usual == "head" != here:
-            self.listener.note(f"with {self.settings.epochs} epochs no stage is left for the head alone; use 5 or more")
+            self.listener.note(f"with {self.settings.epochs} epochs no stage is left for the head alone; use more")
 
     def _result(self) -> RunResult:
         self.seconds = time.perf_counter() - self._started
