@@ -127,7 +127,7 @@ class Best(Method):
         choice = self.choices[net.current_task]
         choice |= {"held_out": len(held), "trained": trained, "head": alone, "gain": more, "standard_error": error}
         words = f"held-out {trained:.1f}%; head alone {alone:.1f}%"
-        if more + error <= 0:  # training that learned all images is better than this by what the held-out ones tell
+        if more + error < 1e-6:  # training that learned all images is better than this by what the held-out ones tell
             return self._settle(context, head, words)
         norms = "own batch norms" if self._own else "own scales and shifts of norms"
         start = "" if choice["start"] == "pre-training" else f", from {choice['start']}"
