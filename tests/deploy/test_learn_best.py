@@ -271,13 +271,11 @@ def test_a_folded_task_gives_the_same_logits(predictor, pixels, task):
     assert not any(type(module).__module__.startswith("confitune") for module in plain.modules())
 
 
-@pytest.mark.parametrize("to", ["onnx", "torch-export"])
 @pytest.mark.parametrize("task", ["reds", "checks"])
-def test_a_task_is_exported(once, tmp_path, task, to):
-    if to == "onnx":
-        for package in ("onnx", "onnxscript", "onnxruntime"):
-            pytest.importorskip(package)
-    out, difference = export_bundle(once[0][4], task, to, tmp_path / f"task.{'onnx' if to == 'onnx' else 'pt2'}")
+def test_a_task_is_exported(once, tmp_path, task):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    out, difference = export_bundle(once[0][4], task, tmp_path / "task.onnx")
     assert out.exists()
     assert difference < 1e-4
 

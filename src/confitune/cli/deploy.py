@@ -254,7 +254,7 @@ def serve_command(
 ) -> None:
     """Answer over HTTP, with a page to drop photos on.
 
-    POST /v1/predict (one or many images, task optional), GET /v1/tasks, /healthz, /metrics (Prometheus), /openapi.json.
+    POST /v1/predict (one or many images, task optional), GET /v1/tasks, /healthz, /openapi.json.
     Requests of different tasks go through the network together.
 
     [bold]Examples[/bold]
@@ -282,18 +282,17 @@ def serve_command(
 def export_command(
     bundle: BundleFolder,
     task: Annotated[str, Option(help="which task")],
-    to: Annotated[str, Option(help="onnx, or torch-export (.pt2)")] = "onnx",
-    out: Annotated[Path | None, Option(metavar="FILE", help="default: TASK.onnx or TASK.pt2")] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="default: TASK.onnx")] = None,
 ) -> None:
-    """Write one task as a plain network for another runtime: batch norm folded in, images in, logits out.
+    """Write one task as an ONNX file for another runtime: batch norm folded in, images in, logits out.
 
     The file is run on ten images and compared with the bundle before it is said to be good.
 
     [bold]Examples[/bold]
 
-      confitune export model --task birds --to onnx --out birds.onnx
+      confitune export model --task birds --out birds.onnx
     """
     from confitune.deploy import export_bundle
 
-    path, difference = export_bundle(bundle, task, to, out)
+    path, difference = export_bundle(bundle, task, out)
     say(f"{path}: equal to the bundle up to {difference:.1e} on ten images")
