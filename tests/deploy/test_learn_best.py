@@ -6,10 +6,9 @@ import shutil
 import pytest
 import torch
 
-from confitune.deploy import Bundle, BundleError, Predictor, TaskRecord, check_tasks, export_bundle
+from confitune.deploy import Bundle, BundleError, Predictor, TaskRecord, check_tasks, examine, export_bundle
 from confitune.deploy.fitting import Fit, layers_of, logits_and_distances
 from confitune.deploy.folding import folded
-from confitune.experiments import examine
 from confitune.methods import METHODS
 from confitune.nn import create_backbone
 from confitune.tasks import load_folder_task

@@ -16,7 +16,7 @@ class Limits:
     Args:
         body_bytes: of one request.
         image_bytes: of one image file.
-        images: in one request.
+        images: in one request; no more than `queue_images`.
         all_bodies_bytes: of all requests under way together.
         queue_images: decoded or to be decoded, and not yet in a batch; above, requests are answered 429.
         max_batch: images the network sees at once.
@@ -40,13 +40,6 @@ class Limits:
     request_seconds: float = 30.0
     shutdown_seconds: int = 5
     connections: int = 512
-
-    def __post_init__(self) -> None:
-        if self.images > self.queue_images or self.body_bytes > self.all_bodies_bytes:
-            raise ConfituneError(
-                "one request may have more images than the queue takes, or more bytes than all together: even an "
-                f"empty server would call itself busy with {self}"
-            )
 
 
 @dataclass(eq=False)
