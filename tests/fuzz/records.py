@@ -1,4 +1,4 @@
-"""What the program writes about its work and reads again: headers of image stores, results, pages, logs."""
+"""What the program writes about its work and reads again: headers of image stores, results, logs."""
 
 from __future__ import annotations
 
