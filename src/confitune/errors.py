@@ -3,7 +3,3 @@
 
 class ConfituneError(Exception):
     """Base of every error that confitune raises on purpose; the command line prints it without a traceback."""
-
-
-class SaidElsewhereError(ConfituneError):
-    """An error that another process of the same run shows."""

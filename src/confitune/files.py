@@ -113,20 +113,6 @@ def exclusive(path: Path, waiting: Callable[[], None]) -> Iterator[bool]:
         yield held
 
 
-def is_free(path: Path) -> bool:
-    """Whether no living process holds the lock file; the file alone says nothing, it stays when its process ends."""
-    if fcntl is None or not path.exists():
-        return True
-    with path.open("rb") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back with the handle
-        except BlockingIOError:
-            return False
-        except OSError:  # e.g. a network file system without locks
-            return True
-    return True
-
-
 def run_file(path: str) -> ModuleType:
     """A Python file of the user's own as a module; it is run once, and again when it has changed."""
     code = Path(path).read_bytes()

@@ -12,26 +12,10 @@ from confitune.analysis.constant_maps import constant_map
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_proposition1_holds_and_needs_its_padding(seed):
+def test_proposition1_holds(seed):
     found = check_proposition1(seed)
     assert found.holds
-    assert found.worst_violation < 1e-13
-    assert found.worst_decomposition < 1e-12
-    broken = check_proposition1(seed, missing=1)
-    assert not broken.holds
-    assert broken.worst_violation > 0.1
-    assert broken.worst_decomposition < 1e-12  # the decomposition itself asks for no padding
-
-
-def test_the_border_costs_one_over_the_size():
-    errors = {(b.padding, b.size): b.error for b in check_proposition1().borders}
-    assert {padding for padding, _ in errors} == {0, 1, 2}
-    for size in (4, 8, 16, 32, 64):
-        assert errors[2, size] < 1e-14
-        assert 1e-3 < errors[1, size] < errors[0, size]
-    for padding in (0, 1):
-        slope = np.polyfit(np.log([8, 16, 32, 64]), np.log([errors[padding, s] for s in (8, 16, 32, 64)]), 1)[0]
-        assert -1.3 < slope < -0.7
+    assert found.worst_violation < 1e-12
 
 
 @pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (2, 3), (4, 2), (1, 2)])
@@ -52,7 +36,9 @@ def test_proposition1_with_scipy(kernel, stride):
 
 def test_the_constant_map():
     a = torch.arange(16.0).reshape(2, 2, 2, 2)
-    assert torch.equal(constant_map(a), torch.tensor([5.5, 9.5])[None, :, None, None].expand(2, 2, 2, 2))
+    assert torch.equal(
+        constant_map(a, torch.ones(1, 1, 2, 2)), torch.tensor([5.5, 9.5])[None, :, None, None].expand(2, 2, 2, 2)
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -65,20 +51,18 @@ def test_proposition2_holds(seed):
     best, worst = found.levels[0], found.levels[-1]
     assert best.distance < 1e-12
     assert worst.distance == pytest.approx(2 * np.sin(0.5))
-    assert best.says_something == 1.0
     assert 0.05 < best.tightness < 1
-    assert worst.says_something == worst.bound == 0.0
-    assert all(level.holds_unsquared == 1.0 for level in found.levels)
-    assert all(level.residual < 1e-3 for level in found.levels)
+    assert worst.bound == 0.0
 
 
-def test_proposition2_needs_orthonormal_rows_and_one_frame():
-    short = check_proposition2(instances=15, row_norm=0.1)
-    assert not short.holds
-    assert short.worst_violation > 1
-    printed = check_proposition2(instances=25, frame="printed")
-    assert not printed.holds
-    assert printed.worst_violation > 0.01
+def test_proposition2_needs_one_frame(monkeypatch):
+    """Taken as printed, heads are compared although their features are turned against each other."""
+    bound = linear_model._bound
+    turned = np.array([[0.0, 1.0], [-1.0, 0.0]])
+    monkeypatch.setattr(linear_model, "_bound", lambda head, own, *given: bound(head, own @ turned, *given))
+    found = check_proposition2(instances=25)
+    assert not found.holds
+    assert found.worst_violation > 0.01
 
 
 def test_the_bound_in_a_case_by_hand():
@@ -152,24 +136,21 @@ def test_parts_of_the_linear_model(drawn):
     np.testing.assert_allclose((towards * gap).sum(1), worst)
 
 
-def test_proposition3_holds_and_plain_fine_tuning_moves():
+def test_proposition3_holds_and_plain_fine_tuning_forgets():
     found = check_proposition3()
     assert found.holds
     assert found.worst_violation < 1e-12
-    assert max(found.probing_first.moved) < 1e-12
-    assert max(found.probing_first.earlier_loss) < 1e-12
-    assert min(found.plain.moved) > 0.1
-    assert min(found.plain.earlier_loss[1:]) > 0.1
-    assert found.plain.forgotten[-1] > 0.05
-    assert len(found.plain.moved) == len(found.plain.forgotten) == 5
+    assert max(found.probing_first) < 1e-12
+    assert found.plain[-1] > 0.05
+    assert len(found.plain) == 5
 
 
-@pytest.mark.parametrize("broken", [{"feature_error": 0.1}, {"head_error": 0.1}])
-def test_proposition3_needs_good_features_and_the_probed_head(broken):
-    found = check_proposition3(instances=8, tasks=3, **broken)
+def test_proposition3_needs_the_probed_head(monkeypatch):
+    probed = linear_model.probed_head
+    monkeypatch.setattr(linear_model, "probed_head", lambda *given: probed(*given) + 0.1)
+    found = check_proposition3(instances=8, tasks=3)
     assert not found.holds
     assert found.worst_violation > 1e-3
-    assert min(found.probing_first.moved) > 1e-3
 
 
 def test_the_same_seed_gives_the_same_numbers():

@@ -382,26 +382,9 @@ def test_export_to_onnx_and_run_it(confitune, taught, new):
     assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == ["greens 0", "greens 1"]
 
 
-def test_export_with_torch(confitune, taught_once, new):
-    said = confitune("export", taught_once[3], "--task", "stripes", "--to", "torch-export")
-    assert said.code == 0
-    assert said.out.startswith("stripes.pt2: equal to the bundle up to ")
-    predictor = Predictor.from_bundle(taught_once[3], device="cpu")
-    pixels = predictor.decode(new / "b.png")[None]
-    module = torch.export.load("stripes.pt2").module()
-    expected = torch.stack(predictor.logits(pixels, ["stripes"]))
-    assert torch.allclose(module(predictor.preprocess(pixels).contiguous()), expected, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--task", "greens", "--to", "tflite"], "cannot export to 'tflite', None: there are onnx (to a file"),
-        (["--task", "birds"], "has no task 'birds'; it has 'reds', 'stripes', 'greens'"),
-    ],
-)
-def test_what_cannot_be_exported_is_said(confitune, taught_once, options, message):
-    assert message in refused(confitune("export", taught_once[3], *options))
+def test_what_cannot_be_exported_is_said(confitune, taught_once):
+    message = refused(confitune("export", taught_once[3], "--task", "birds"))
+    assert "has no task 'birds'; it has 'reds', 'stripes', 'greens'" in message
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -415,7 +398,7 @@ def test_what_cannot_be_exported_is_said(confitune, taught_once, options, messag
         ("tasks", "confitune tasks model --check"),
         ("predict", "confitune predict model new/*.jpg --task birds"),
         ("serve", "confitune serve model"),
-        ("export", "confitune export model --task birds --to onnx --out birds.onnx"),
+        ("export", "confitune export model --task birds --out birds.onnx"),
     ],
 )
 def test_help_shows_an_example(confitune, command, example):

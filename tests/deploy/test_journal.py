@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from confitune import cli
-from confitune.deploy import Bundle, BundleError, TaskRecord
+from confitune.deploy import Bundle, BundleError, TaskRecord, examine
 from confitune.deploy.format import Added, Checked, Removed, Renamed, StoredFile, TensorFiles, file_name, files_of
 from confitune.deploy.journal import State
-from confitune.experiments import examine
 from deploy.shared import NETWORK, add, answers, backbone_of, contents, flipped
 
 learning = importlib.import_module("confitune.deploy.learn")  # the package has a function of that name

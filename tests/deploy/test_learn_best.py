@@ -6,10 +6,9 @@ import shutil
 import pytest
 import torch
 
-from confitune.deploy import Bundle, BundleError, Predictor, TaskRecord, check_tasks, export_bundle
+from confitune.deploy import Bundle, BundleError, Predictor, TaskRecord, check_tasks, examine, export_bundle
 from confitune.deploy.fitting import Fit, layers_of, logits_and_distances
 from confitune.deploy.folding import folded
-from confitune.experiments import examine
 from confitune.methods import METHODS
 from confitune.nn import create_backbone
 from confitune.tasks import load_folder_task
@@ -271,13 +270,11 @@ def test_a_folded_task_gives_the_same_logits(predictor, pixels, task):
     assert not any(type(module).__module__.startswith("confitune") for module in plain.modules())
 
 
-@pytest.mark.parametrize("to", ["onnx", "torch-export"])
 @pytest.mark.parametrize("task", ["reds", "checks"])
-def test_a_task_is_exported(once, tmp_path, task, to):
-    if to == "onnx":
-        for package in ("onnx", "onnxscript", "onnxruntime"):
-            pytest.importorskip(package)
-    out, difference = export_bundle(once[0][4], task, to, tmp_path / f"task.{'onnx' if to == 'onnx' else 'pt2'}")
+def test_a_task_is_exported(once, tmp_path, task):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    out, difference = export_bundle(once[0][4], task, tmp_path / "task.onnx")
     assert out.exists()
     assert difference < 1e-4
 

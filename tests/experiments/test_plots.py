@@ -4,81 +4,22 @@ import threading
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
 from PIL import Image
 from scipy import stats
 
 from confitune.experiments import plots
-from confitune.experiments.drawing import save_figure
+from confitune.experiments.plots import save_figure
 
 NAN = np.nan
 
 FORGETS = np.array([[90.0, 80.0, 71.5], [NAN, 95.0, 60.25], [NAN, NAN, 100.0]])
 KEEPS = np.array([[88.0, 88.0, 88.0], [NAN, 91.0, 91.0], [NAN, NAN, 93.0]])
 JOINT = np.array([[NAN, NAN, 99.0], [NAN, NAN, 98.0], [NAN, NAN, 97.0]])
-MATRICES = {"finetune": FORGETS, "confit": KEEPS}
 RUNS = {
     "finetune": np.stack([FORGETS, FORGETS - 2]),
     "confit": np.stack([KEEPS, KEEPS + 2]),
     "joint": np.stack([JOINT, JOINT]),
 }
-
-
-def cell_texts(axes):
-    return {(int(text.get_position()[1]), int(text.get_position()[0])): text.get_text() for text in axes.texts}
-
-
-def panels(figure):
-    return [axes for axes in figure.axes if axes.images and axes.get_xlabel()]
-
-
-def test_cells_carry_the_measured_numbers_and_blanks_stay_blank():
-    finetune, confit = panels(plots.accuracy_matrix_figure(MATRICES, title="t"))
-    assert cell_texts(finetune) == {
-        (0, 0): "90.0",
-        (0, 1): "80.0",
-        (0, 2): "71.5",
-        (1, 1): "95.0",
-        (1, 2): "60.2",
-        (2, 2): "100",
-    }
-    assert cell_texts(confit)[2, 2] == "93.0"
-    np.testing.assert_array_equal(finetune.images[0].get_array().filled(NAN), FORGETS)
-
-
-def test_heatmaps_are_named_and_share_one_scale_that_holds_every_value():
-    axes = panels(plots.accuracy_matrix_figure(MATRICES, title="Two methods"))
-    assert [panel.get_title() for panel in axes] == ["finetune", "confit"]
-    assert {panel.images[0].get_clim() for panel in axes} == {(60.0, 100.0)}
-    assert axes[0].get_xlabel() == "after training task"
-    assert axes[0].get_ylabel() == "accuracy on task"
-    assert [label.get_text() for label in axes[0].get_xticklabels()] == ["1", "2", "3"]
-
-
-def test_numbers_contrast_with_their_cell():
-    def luminance(colour):
-        channels = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
-        return np.dot(channels, (0.2126, 0.7152, 0.0722))
-
-    ramp = np.linspace(0, 100, 144).reshape(12, 12)
-    (axes,) = panels(plots.accuracy_matrix_figure({"all": ramp}, title="t"))
-    for text in axes.texts:
-        column, row = (int(position) for position in text.get_position())
-        cell = axes.images[0].to_rgba(ramp)[row, column, :3]
-        light, dark = sorted((luminance(text.get_color()), luminance(cell)), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) > 3.5
-
-
-@pytest.mark.parametrize(("tasks", "numbered"), [(12, True), (13, False)])
-def test_numbers_are_dropped_above_twelve_tasks(tasks, numbered):
-    (axes,) = panels(plots.accuracy_matrix_figure({"m": np.full((tasks, tasks), 90.0)}, title="t"))
-    assert len(axes.texts) == (tasks * tasks if numbered else 0)
-
-
-def test_many_methods_wrap_to_rows():
-    figure = plots.accuracy_matrix_figure({f"m{index}": KEEPS for index in range(6)}, title="t")
-    positions = [panel.get_subplotspec().rowspan.start for panel in panels(figure)]
-    assert positions == [0, 0, 0, 1, 1, 1]
 
 
 def test_curves_are_means_with_a_student_t_band():
@@ -151,29 +92,15 @@ def test_written_pictures_are_png_files_of_the_stated_size(tmp_path, tasks, meth
     save_figure(
         plots.curves_figure({name: np.full((2, tasks), 90.0) for name in runs}, title="t"), tmp_path / "curves.png"
     )
-    matrices = {name: run[0] for name, run in runs.items()}
-    save_figure(plots.accuracy_matrix_figure(matrices, title="t"), tmp_path / "matrix.png")
     sizes = {}
-    for name in ("overview", "curves", "matrix"):
+    for name in ("overview", "curves"):
         with Image.open(tmp_path / f"{name}.png") as picture:
             assert picture.format == "PNG"
             assert len(picture.convert("RGB").getcolors(maxcolors=2**24)) > 10
             sizes[name] = picture.size
     assert sizes["overview"][0] == 1800
     assert sizes["curves"] == (1280, 800)
-    assert sizes["matrix"][0] > 300 * methods
-    assert sorted(os.listdir(tmp_path)) == ["curves.png", "matrix.png", "overview.png"]
-
-
-def test_dark_cells_are_high_accuracies(tmp_path):
-    path = tmp_path / "matrix.png"
-    save_figure(plots.accuracy_matrix_figure({"m": np.array([[100.0, 0.0], [NAN, 100.0]])}, title="t"), path)
-    with Image.open(path) as picture:
-        pixels = np.asarray(picture.convert("RGB")).reshape(-1, 3) / 255
-    darkest, palest = plots.BLUES(1.0), plots.BLUES(0.0)
-    area = [np.isclose(pixels, colour[:3], atol=0.005).all(axis=1).sum() for colour in (darkest, palest)]
-    # Two cells at 100 and one at 0, less their digits.
-    assert area[0] / area[1] == pytest.approx(2, rel=0.1)
+    assert sorted(os.listdir(tmp_path)) == ["curves.png", "overview.png"]
 
 
 def test_the_same_data_gives_the_same_bytes_and_replaces_what_was_there(tmp_path):
@@ -199,9 +126,7 @@ def test_a_failed_write_leaves_the_old_picture_and_no_rubbish(tmp_path, monkeypa
 
 
 def test_pictures_can_be_drawn_off_the_main_thread(tmp_path):
-    thread = threading.Thread(
-        target=lambda: save_figure(plots.accuracy_matrix_figure(MATRICES, title="t"), tmp_path / "a.png")
-    )
+    thread = threading.Thread(target=lambda: save_figure(plots.overview_figure(RUNS, title="t"), tmp_path / "a.png"))
     thread.start()
     thread.join()
     assert (tmp_path / "a.png").exists()

@@ -97,20 +97,7 @@ class Page(HTMLParser):
 
 
 def reported(folder, **how):
-    page, twin = write_report(folder, **how)
-    return Page(page.read_text()), twin.read_text()
-
-
-def markdown_table(text, heading=None):
-    """The first table, or the first after a heading."""
-    lines = text.partition(f"# {heading}\n")[2].splitlines() if heading else text.splitlines()
-    found = []
-    for line in lines:
-        if line.startswith("|"):
-            found.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
-        elif found:
-            break
-    return [row for index, row in enumerate(found) if index != 1]
+    return Page(write_report(folder, **how).read_text())
 
 
 def interval(values):
@@ -123,8 +110,8 @@ def folder(tmp_path):
     return saved(tmp_path / "out", *CONFIT, *FINETUNE, JOINT)
 
 
-def test_the_table_says_what_was_measured_in_the_page_and_in_markdown(folder):
-    page, markdown = reported(folder)
+def test_the_table_says_what_was_measured(folder):
+    page = reported(folder)
     confit = [interval([getattr(r, m) for r in CONFIT]) for m in ("acc", "fgt", "learning_acc", "bwt")]
     finetune = [interval([getattr(r, m) for r in FINETUNE]) for m in ("acc", "fgt", "learning_acc", "bwt")]
     expected = [
@@ -133,44 +120,42 @@ def test_the_table_says_what_was_measured_in_the_page_and_in_markdown(folder):
         ["confit", *confit, "1,036", "11", "3"],
         ["finetune", *finetune, "1,036", "10", "2"],
     ]
-    assert page.tables[0] == markdown_table(markdown) == expected
+    assert page.tables[0] == expected
 
 
 def test_what_was_run_is_said_as_in_the_summary(folder):
     write_summary(folder)
-    page, markdown = reported(folder)
+    page = reported(folder)
     heading = (folder / "summary.md").read_text().splitlines()[0].removeprefix("**digits**, ")
     assert heading.startswith("test_byobnet, ")
     assert f"\n{heading}.\n" in page.text
-    assert f"\n{heading}.\n" in markdown
 
 
 def test_curves_are_average_accuracies_after_each_task(folder):
-    page, markdown = reported(folder)
+    page = reported(folder)
     first = [90.0, 91.0, 92.0]
     second = [(88.0 + 95.0) / 2] * 3
     third = [(85.25 - s + 94.0 + s + 97.0) / 3 for s in range(3)]
     expected = [interval(first), interval(second), interval(third)]
     assert page.tables[1][2] == ["confit", *expected]
     assert page.tables[1][1] == ["joint", "-", "-", "98.0"]
-    assert markdown_table(markdown, "Average accuracy on the tasks learned so far (%)")[2] == ["confit", *expected]
 
 
 def test_matrices_over_seeds(folder):
-    page, markdown = reported(folder)
+    page = reported(folder)
     expected = [
         ["", "after 1", "after 2", "after 3"],
         ["task 1", interval([90, 91, 92]), "88.0 ± 0.0", interval([85.25, 84.25, 83.25])],
         ["task 2", "", "95.0 ± 0.0", interval([94, 95, 96])],
         ["task 3", "", "", "97.0 ± 0.0"],
     ]
-    assert markdown_table(markdown, "confit") == page.tables[3] == expected
+    assert page.tables[3] == expected
 
 
 def test_pictures_are_part_of_the_page(folder):
-    page, _ = reported(folder)
+    page = reported(folder)
     pictures = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
-    assert len(pictures) == 2
+    assert len(pictures) == 1
     for source in pictures:
         kind, _, data = source.partition(",")
         assert kind == "data:image/png;base64"
@@ -179,46 +164,29 @@ def test_pictures_are_part_of_the_page(folder):
 
 
 def test_every_run_says_how_it_was_made(folder):
-    page, markdown = reported(folder)
-    for text in (page.text, markdown):
-        for seed in range(3):
-            assert f"def{seed}" in text
-        assert text.count("confitune run --seeds 3") >= 6
-    facts = markdown.partition("#### confit, seed 2\n\n")[2].partition("\n\n")[0].splitlines()
-    said, _, left_out = facts[6].partition(", dataset=photos, ")
-    assert "pipeline=clean, means=window, statistics=running, epochs=10, batch_size=32" in left_out
-    assert [*facts[:6], said, *facts[7:]] == [
-        "- accuracy: 92.1",
-        "- seconds: 12.0",
-        "- device: the device",
-        "- execution: bf16, graph",
-        "- command: confitune run --seeds 3",
-        "- options: ewc.strength=3.0",
-        "- configuration: model=test_byobnet, seed=2, lr=0.01",
-        "- versions: torch 2.9",
-        "- weights: start.pth",
-        "- weights hash: abc",
-        "- final hash: def2",
-    ]
-    assert (
-        "".join(line.removeprefix("- ") for line in facts).replace("\\", "") in page.text
-    )  # which needs none of Markdown's backslashes
+    page = reported(folder)
+    assert page.text.count("confitune run --seeds 3") >= 6
+    facts = page.text.partition("confit, seed 2\n")[2]
+    said = "accuracy: 92.1|seconds: 12.0|device: the device|execution: bf16, graph|command: confitune run --seeds 3|"
+    said += "options: ewc.strength=3.0|configuration: model=test_byobnet, seed=2, lr=0.01, dataset=photos, "
+    assert facts.startswith(said.replace("|", ""))
+    assert "pipeline=clean, means=window, statistics=running, epochs=10" in facts
+    assert "versions: torch 2.9weights: start.pthweights hash: abcfinal hash: def2\n" in facts
 
 
 def test_the_page_is_one_file_that_loads_nothing(folder):
-    page, _ = reported(folder)
+    page = reported(folder)
     assert not {tag for tag, _ in page.tags} & {"script", "iframe", "object", "embed", "audio", "video", "form"}
     loaded = [v for _, attributes in page.tags for name, v in attributes.items() if name in ("src", "href", "srcset")]
     assert all(source.startswith("data:") for source in loaded)
     assert not re.search(r"@import|url\(", (folder / "report.html").read_text())
-    assert [path.name for path in folder.iterdir() if path.is_file()] == ["report.html", "report.md"]
+    assert [path.name for path in folder.iterdir() if path.is_file()] == ["report.html"]
 
 
 def test_the_same_results_give_the_same_bytes(folder, tmp_path):
     write_report(folder)
     write_report(folder, tmp_path / "again" / "x.html")
     assert (folder / "report.html").read_bytes() == (tmp_path / "again" / "x.html").read_bytes()
-    assert (folder / "report.md").read_bytes() == (tmp_path / "again" / "x.md").read_bytes()
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -230,26 +198,17 @@ def test_names_are_text_wherever_they_stand(tmp_path):
     task = {"name": EVIL, "classes": [EVIL], **counts}
     evil = dict.fromkeys(("device", "execution", "weights", "weights_sha256", "final_sha256", "command"), EVIL)
     run = result(name, **evil, tasks=[task, task], config={"model": EVIL, EVIL: EVIL}, versions={EVIL: EVIL})
-    page, markdown = reported(saved(tmp_path, run), title=EVIL)
+    page = reported(saved(tmp_path, run), title=EVIL)
     assert not any("onerror" in attributes for _, attributes in page.tags)
     assert "script" not in {tag for tag, _ in page.tags}
     assert page.tables[0][1][0] == name
     assert page.tables[3][1][:2] == [EVIL, EVIL]
     assert page.text.count(EVIL) >= 9
-    assert "<img" not in markdown
-    assert "<script" not in markdown
-
-
-def test_markdown_tables_keep_their_columns(tmp_path):
-    _, markdown = reported(saved(tmp_path, result("a|b"), result("*c* `d` [e](f)")))
-    rows = markdown_table(markdown)
-    assert {len(row) for row in rows} == {8}
-    assert [row[0] for row in rows[1:]] == [r"\*c\* \`d\` \[e\](f)", r"a\|b"]
 
 
 def test_a_name_that_is_no_text_is_shown_as_well_as_it_can_be(tmp_path):
     folder = tmp_path / b"caf\xe9".decode(errors="surrogateescape")
-    page, _ = reported(saved(folder, result()))
+    page = reported(saved(folder, result()))
     assert "caf?" in page.text
 
 
@@ -260,45 +219,43 @@ def test_what_is_not_finished_is_named_and_not_counted(folder):
     (folder / "digits" / "finetune" / "seed-2").mkdir()
     (folder / "digits" / "ewc" / "seed-0").mkdir(parents=True)
     (folder / "digits" / "ewc" / "seed-0" / "checkpoint.pt").write_bytes(b"half")
-    page, markdown = reported(folder)
+    page = reported(folder)
     said = "Not finished, and not counted: ewc/seed-0, finetune/seed-2."
     assert said in page.text
-    assert said in markdown
     assert [row[-1] for row in page.tables[0]] == ["seeds", "1", "3", "2"]
 
 
 def test_what_is_not_a_result_is_left_alone(folder):
-    before = reported(folder)[1]
+    before = reported(folder).text
     (folder / "search.json").write_text("{}")
     (folder / "digits" / "search.json").write_text("{}")
     saved(folder / "grid" / "ewc.strength=1", result("ewc"))
-    assert reported(folder)[1] == before
+    assert reported(folder).text == before
 
 
 def test_several_datasets(tmp_path):
     saved(tmp_path, result(), result("finetune", matrix=((90, 60), (NAN, 90)), dataset="photos"))
-    _, markdown = reported(tmp_path, title="Both")
-    assert markdown.startswith("# Both\n\n## digits\n")
-    assert "\n## photos\n" in markdown
+    page = reported(tmp_path, title="Both")
+    assert "\ndigits\n" in page.text
+    assert "\nphotos\n" in page.text
 
 
 def test_one_seed_has_no_interval(tmp_path):
-    page, markdown = reported(saved(tmp_path, result()))
+    page = reported(saved(tmp_path, result()))
     assert page.tables[0][1][1:] == ["87.5", "10.0", "92.5", "-10.0", "1,035", "10", "1"]
-    assert "±" not in markdown.partition("Mean ± 95%")[0] + markdown.partition("Mean ± 95%")[2]
+    assert page.text.count("±") == 1  # in what is explained
 
 
 def test_joint_alone_has_an_accuracy_and_no_picture(tmp_path):
-    page, markdown = reported(saved(tmp_path, JOINT))
+    page = reported(saved(tmp_path, JOINT))
     assert page.tables[0][1] == ["joint", "98.0", "-", "-", "-", "1,034", "10", "1"]
     assert "img" not in {tag for tag, _ in page.tags}
-    assert "nan" not in markdown
+    assert "nan" not in page.text
 
 
 def test_methods_may_have_learned_fewer_tasks(tmp_path):
-    page, markdown = reported(saved(tmp_path, *CONFIT, result("finetune")))
+    page = reported(saved(tmp_path, *CONFIT, result("finetune")))
     assert page.tables[1][2] == ["finetune", "90.0", "87.5", "-"]
-    assert {len(row) for row in markdown_table(markdown, "Average accuracy on the tasks learned so far (%)")} == {4}
 
 
 # ---- what cannot be reported, and the command ------------------------------------------------------------------------
@@ -343,11 +300,10 @@ def called(monkeypatch, capsys, *arguments):
     return stop.value.code or 0, capsys.readouterr()
 
 
-def test_the_command_writes_both_and_says_where(folder, monkeypatch, capsys):
+def test_the_command_writes_it_and_says_where(folder, monkeypatch, capsys):
     code, said = called(monkeypatch, capsys, "report", folder)
     assert code == 0
-    assert said.out.strip() == f"The report is {folder}/report.html, as Markdown {folder}/report.md"
-    assert (folder / "report.md").read_text().startswith("# out\n\n## digits\n")
+    assert said.out.strip() == f"The report is {folder}/report.html"
     code, _ = called(monkeypatch, capsys, "report", folder, "--out", folder / "x.html", "--title", "My [runs]")
     assert code == 0
     assert "<h1>My [runs]</h1>" in (folder / "x.html").read_text()

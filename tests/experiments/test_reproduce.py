@@ -11,7 +11,7 @@ from confitune.errors import ConfituneError
 from confitune.experiments.paper import Reported, reported
 from confitune.experiments.reproduce import WHATS, Cell, Claim, Outcome, Scope, read_scope, reproduce
 from confitune.experiments.reproduce import session as session_module
-from confitune.experiments.reproduce.outcome import cells_of, write_index
+from confitune.experiments.reproduce.outcome import cells_of
 from confitune.experiments.reproduce.plan import TABLE1, parts_of
 
 ELEVEN = {
@@ -196,7 +196,6 @@ def test_tables_and_figures_are_made_and_runs_not_repeated(tiny, monkeypatch):
     assert record["versions"]["torch"]
     page = (tiny.out / "table2.md").read_text()
     assert page.startswith("# Ablation (table 2)\n\n| dataset | method |")
-    assert "[Ablation (table 2)](table2.md)" in (tiny.out / "index.md").read_text()
 
 
 def test_results_of_another_configuration_are_refused(tiny):
@@ -266,11 +265,3 @@ def test_a_file_that_asks_for_what_there_is_not(tmp_path, text, message):
 
     with pytest.raises(ConfituneError, match=message):
         asked()
-
-
-@pytest.mark.parametrize("text", ["5", "[" * 100_000, '{"what": 1, "cells": [1]}', "{half"])
-def test_a_damaged_page_is_named_by_the_index(tmp_path, text):
-    (tmp_path / "table1.json").write_text(text)
-    with pytest.raises(ConfituneError, match=r"table1\.json is damaged, or none of these pages: .*; remove it"):
-        write_index(tmp_path)
-    assert not (tmp_path / "index.md").exists()

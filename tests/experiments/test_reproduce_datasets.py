@@ -227,14 +227,12 @@ def test_images_are_decoded_as_the_papers_code_did(table1, places):
 
 
 def test_the_command_counts_the_verdicts(table1):
-    out, record, said = table1
+    _, record, said = table1
     verdicts = [cell["verdict"] for cell in record["cells"]]
     counts = {verdict: verdicts.count(verdict) for verdict in ("inside", "higher", "lower")}
     assert sum(counts.values()) == len(SETS) * len(METHODS) * 2
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     assert f"({told})" in " ".join(said.split())
-    (row,) = (line for line in (out / "index.md").read_text().splitlines() if "(table1.md)" in line)
-    assert row.split("|")[2:5] == [f" {counts[verdict]} " for verdict in counts]
 
 
 @pytest.mark.parametrize(("winning", "holds"), [(SETS, True), (SETS[1:], True), (SETS[2:], False)])

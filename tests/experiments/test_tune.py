@@ -8,7 +8,6 @@ import shutil
 import numpy as np
 import pytest
 import yaml
-from PIL import Image
 from rich.console import Console
 
 from confitune.engine import RunResult, SequenceRun
@@ -25,7 +24,6 @@ from confitune.experiments import (
     search_table,
     winner,
 )
-from confitune.experiments.drawing import search_figure
 from confitune.experiments.identity import filled
 from confitune.experiments.job import TrainingError, load_backbone
 from confitune.experiments.place import LocalPlace
@@ -303,8 +301,6 @@ def test_the_summary_holds_every_value_and_where_it_comes_from(told, values, tmp
         assert (entry["device"], entry["weights_sha256"], entry["command"]) == ("cpu", "abc", "confitune tune ewc")
         assert entry["versions"] == {"torch": "2"}
     assert found["retrained"]["acc"]["mean"] == 70.0
-    with Image.open(tmp_path / "search.png") as picture:
-        assert picture.size == (1280, 960)
 
 
 def test_a_search_that_is_broken_off_has_no_winner_yet(told, values, tmp_path):
@@ -498,41 +494,3 @@ def test_the_retraining_of_another_winner_goes_beside(told, values, tmp_path):
         ("retrained", "ewc.strength=1000"),
     ]
     assert yaml.safe_load((tmp_path / "winner.yaml").read_text())["options"] == {"ewc": {"strength": 1000.0}}
-
-
-# ---- the picture -----------------------------------------------------------------------------------------------------
-
-MEASURED = {1.0: ([80.0, 82.0], [5.0, 7.0]), 10.0: ([90.0, 91.0], [2.0, 2.0]), 31.0: ([], [])}
-
-
-def test_the_picture_shows_means_intervals_the_best_and_what_failed():
-    accuracy, forgetting = search_figure(MEASURED, title="t", option="ewc.strength", best=10.0).axes
-    for axes, means, seeds in ((accuracy, [81, 90.5], ([80, 82], [90, 91])), (forgetting, [6, 2], ([5, 7], [2, 2]))):
-        line, bars = axes.containers[0][0], axes.containers[0][2][0]
-        np.testing.assert_allclose(line.get_xydata(), [[1, means[0]], [10, means[1]]])
-        for segment, sample in zip(bars.get_segments(), seeds, strict=True):
-            mean, half, _ = mean_and_interval(sample)
-            np.testing.assert_allclose(segment[:, 1], [mean - half, mean + half])
-    assert accuracy.get_lines()[-1].get_xdata() == [10.0, 10.0]
-    assert forgetting.get_xlabel() == "ewc.strength (dotted: best)"
-    assert [label.get_text() for label in forgetting.get_xticklabels()] == ["1", "10", "31\nfailed"]
-
-
-@pytest.mark.parametrize(
-    ("values", "scale"),
-    [
-        ((1, 10, 30), "linear"),
-        ((1, 10, 31), "symlog"),
-        ((0, 1, 31), "symlog"),
-        ((0, 1, 2), "linear"),
-        (("a", "b"), "linear"),
-        ((False, True), "linear"),
-    ],
-)
-def test_a_wide_grid_has_a_logarithmic_axis(values, scale):
-    points = {value: ([80.0], [1.0]) for value in values}
-    for axes in search_figure(points, title="t", option="o", best=values[0]).axes:
-        assert axes.get_xscale() == scale
-    if scale == "linear" and isinstance(values[0], str):
-        assert [label.get_text() for label in axes.get_xticklabels()] == list(values)
-        assert axes.containers[0][0].get_linestyle() == "None"  # words have no order to join them in

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load, save
 
-from confitune.deploy import Bundle, LearnSettings, Predictor, learn
+from confitune.deploy import Bundle, LearnSettings, Predictor, examine, learn
 from confitune.deploy.fitting import Fit, layers_of
 from confitune.deploy.format import EMPTY, chained
 from confitune.deploy.held_out import decode_kept
-from confitune.experiments import examine
 from confitune.files import checksum_of
 from confitune.methods import METHODS
 from deploy.shared import settling

@@ -1,4 +1,4 @@
-"""What the program writes about its work and reads again: headers of image stores, results, pages, logs."""
+"""What the program writes about its work and reads again: headers of image stores, results, logs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from PIL import Image
 
 from confitune.engine import CsvLog, RunResult
 from confitune.engine.result import summary_of
-from confitune.experiments import examine, summary_table, write_report, write_summary
-from confitune.experiments.reproduce.outcome import Outcome, write_index, write_outcome
+from confitune.experiments import summary_table, write_report, write_summary
 from confitune.files import checksum_of
 from confitune.tasks import Pipeline
 from confitune.tasks.store import ImageFile, open_store
@@ -24,7 +23,6 @@ from fuzz.watch import Watch
 def fuzz(watch: Watch) -> None:
     _stores(watch)
     _results(watch)
-    _pages(watch)
     _logs(watch)
 
 
@@ -44,7 +42,6 @@ def _stores(watch: Watch) -> None:
 
     def use(data: bytes, path: Path = header) -> None:
         path.write_bytes(data)
-        examine(cache)
         assert opened() == [0, 1]  # whatever was there: it is built again
         header.write_bytes(whole)
         pixels.write_bytes(bytes_of_images)
@@ -98,7 +95,6 @@ def _results(watch: Watch) -> None:
 
     def use(data: bytes) -> None:
         path.write_bytes(data)
-        examine(out)
         summary_table([RunResult.load(path)])
         write_summary(out)
         write_report(out, out / "report.html", None)
@@ -114,23 +110,6 @@ def _results(watch: Watch) -> None:
     use(whole)
     watch.try_many(damaged(whole), use, 120)
     watch.try_many(changed(values), say, 250)
-
-
-def _pages(watch: Watch) -> None:
-    out = watch.at_hand / "pages"
-    out.mkdir()
-    write_outcome(out, Outcome(what="table1", title="Table 1", notes=["a note"], data={"a": 1}))
-    path = out / "table1.json"
-    whole = path.read_bytes()
-
-    def use(data: bytes) -> None:
-        path.write_bytes(data)
-        write_index(out)
-
-    use(whole)
-    lone = b'{"what": "\\ud800", "title": "", "cells": [], "claims": []}'
-    watch.try_many(damaged(whole), use, 60, found=[b"5", b"[" * 100_000, b'{"what": 1, "cells": [1]}', lone])
-    watch.try_many(changed(json.loads(whole)).map(lambda values: as_json(values).encode()), use, 60)
 
 
 def _logs(watch: Watch) -> None:

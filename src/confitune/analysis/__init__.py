@@ -5,16 +5,14 @@ from confitune.analysis.linear_model import check_proposition2, check_propositio
 from confitune.analysis.moments import LayerMoments, moments_at_test, paired_convs
 from confitune.analysis.saved import SavedResult
 from confitune.analysis.shift import ShiftRecorder, ShiftResult
-from confitune.analysis.storage import Storage, measure_storage
-from confitune.analysis.transductive import MomentsAccuracy, TransductiveResult, transductive_accuracy
+from confitune.analysis.storage import measure_storage
+from confitune.analysis.transductive import TransductiveResult, transductive_accuracy
 
 __all__ = [
     "LayerMoments",
-    "MomentsAccuracy",
     "SavedResult",
     "ShiftRecorder",
     "ShiftResult",
-    "Storage",
     "TransductiveResult",
     "check_proposition1",
     "check_proposition2",

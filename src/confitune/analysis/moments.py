@@ -1,4 +1,4 @@
-"""Moments of every convolution's output that a batch norm follows: the true ones, and those that batch norm uses.
+"""Means of every convolution's output that a batch norm follows: the true ones, and those that batch norm uses.
 
 True moments are those of a task's whole TEST set, measured in evaluation mode with the task's state, so a layer's input
 is what the layers before it, normalised as at test time, really give it:
@@ -32,7 +32,7 @@ from confitune.nn import Calibrations, ContinualNet, XconvNorms, trace_flow
 from confitune.tasks import Task
 
 _SLICE = 32  # images turned into float64 at a time
-_KINDS = ("true_mean", "true_variance", "used_mean", "used_variance")
+_KINDS = ("true_mean", "used_mean")
 
 
 class Moments:
@@ -77,11 +77,8 @@ class Moments:
 class LayerMoments:
     """Of one convolution's output on one task's test set; float64 [C] on the CPU."""
 
-    eps: float  # what the layer's batch norm adds to a variance
     true_mean: Tensor
-    true_variance: Tensor
     used_mean: Tensor
-    used_variance: Tensor
 
 
 def paired_convs(net: ContinualNet, example_input: Tensor | None = None) -> dict[str, str]:
@@ -110,7 +107,7 @@ def paired_convs(net: ContinualNet, example_input: Tensor | None = None) -> dict
 
 @torch.no_grad()
 def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings | None = None) -> dict[str, LayerMoments]:
-    """True and used moments of every paired convolution's output on the task's test set, in network order.
+    """True and used means of every paired convolution's output on the task's test set, in network order.
 
     The network, its slot included, stays as it is: a copy is measured. Convolutions are done in full float32 whatever
     the settings say, since rounded weights would put a gap between the recovered and the true mean that is none of the
@@ -128,17 +125,12 @@ def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings | Non
             twin(task.inputs(pixels))
     if not true:
         raise ConfituneError(f"no batch norm of {type(net.backbone).__name__} follows a convolution: nothing to watch")
-    return {conv: _layer(moments, twin.backbone.get_submodule(pairs[conv])) for conv, moments in true.items()}
+    used = {conv: twin.backbone.get_submodule(norm).get_buffer("running_mean") for conv, norm in pairs.items()}
+    return {conv: LayerMoments(moments.mean.cpu(), used[conv].double().cpu()) for conv, moments in true.items()}
 
 
 def _add(true: dict[str, Moments], conv: str, module: nn.Module, args: object, output: Tensor) -> None:
     true.setdefault(conv, Moments()).add(output)
-
-
-def _layer(true: Moments, norm: nn.Module) -> LayerMoments:
-    assert isinstance(norm, _BatchNorm)
-    used = [norm.get_buffer(name).double().cpu() for name in ("running_mean", "running_var")]
-    return LayerMoments(norm.eps, true.mean.cpu(), true.variance.cpu(), *used)
 
 
 def _two_images(task: Task) -> Tensor:
@@ -161,8 +153,8 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 def write_moments(path: Path, task: str, moments: Mapping[str, LayerMoments]) -> None:
     """Keep what was measured on a task, for `read_moments`."""
     tensors = {f"{kind}/{name}": getattr(layer, kind) for name, layer in moments.items() for kind in _KINDS}
-    eps = {name: layer.eps for name, layer in moments.items()}  # in order, which tensors of a file have not
-    write_whole(path, lambda out: out.write(save(tensors, {"task": task, "eps": json.dumps(eps)})))
+    order = json.dumps(list(moments))  # which tensors of a file have not
+    write_whole(path, lambda out: out.write(save(tensors, {"task": task, "layers": order})))
 
 
 def read_moments(path: Path, task: str) -> dict[str, LayerMoments]:
@@ -171,8 +163,8 @@ def read_moments(path: Path, task: str) -> dict[str, LayerMoments]:
         with safe_open(path, "pt") as file:
             described = file.metadata() or {}
             moments = {
-                name: LayerMoments(float(eps), *(file.get_tensor(f"{kind}/{name}") for kind in _KINDS))
-                for name, eps in json.loads(described["eps"]).items()
+                name: LayerMoments(*(file.get_tensor(f"{kind}/{name}") for kind in _KINDS))
+                for name in json.loads(described["layers"])
             }
     except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfituneError(f"{path} cannot be read ({error}): start this run anew for this analysis") from error

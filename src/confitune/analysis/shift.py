@@ -8,15 +8,7 @@ measures
     D1 = ||mu_te^1 - mu_te^T||    how far the representation moved
     D2 = ||mu_r^T - mu_te^T||     how far the running mean is off at the end; D2 - D0 is what forgetting added
 
-Euclidean norms over channels. They grow with a layer's width and with the size of its numbers, and say nothing of
-variances. Beyond the paper, therefore, in numbers that can be compared between layers, with the batch norm's own eps:
-
-    mean_error[c]     = (mu_r^j - mu_te^j) / sqrt(v_te^j + eps)        in deviations, after j = 1 and after j = T
-    variance_error[c] = log((v_r^j + eps) / (v_te^j + eps))            0.02: two percent too large, likewise
-    variance_moved[c] = log((v_te^T + eps) / (v_te^1 + eps))           what there was to follow
-
-each as its root mean square over channels. What batch norm divides by is the root of a variance, so half a variance's
-error is its own.
+Euclidean norms over channels.
 """
 
 from __future__ import annotations
@@ -25,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from confitune.analysis.moments import LayerMoments, moments_at_test, read_moments, write_moments
@@ -39,39 +31,8 @@ from confitune.tasks import TaskSequence
 AFTER_FIRST_TASK = "shift-after-first-task.safetensors"
 
 
-def moment_errors(first: LayerMoments, last: LayerMoments) -> dict[str, float]:
-    """Of one layer after the first and after the last task, as root mean squares over its channels."""
-    return {
-        "mean error, first": _rms(_mean_error(first)),
-        "mean error, last": _rms(_mean_error(last)),
-        "variance moved": _rms(log_ratio(last.true_variance, first.true_variance, last.eps)),
-        "variance error, first": _rms(log_ratio(first.used_variance, first.true_variance, first.eps)),
-        "variance error, last": _rms(log_ratio(last.used_variance, last.true_variance, last.eps)),
-    }
-
-
-def _mean_error(layer: LayerMoments) -> Tensor:
-    return (layer.used_mean - layer.true_mean) / (layer.true_variance + layer.eps).sqrt()
-
-
-def log_ratio(variance: Tensor, other: Tensor, eps: float) -> Tensor:
-    """log((variance + eps) / (other + eps)): by how much the first is larger, as batch norm sees it.
-
-    >>> log_ratio(torch.tensor([3.0, 0.0]), torch.tensor([1.0, 0.0]), 1.0)
-    tensor([0.6931, 0.0000])
-    """
-    return ((variance + eps) / (other + eps)).log()
-
-
-def _rms(values: Tensor) -> float:
-    return float(values.square().mean().sqrt())
-
-
 class ShiftResult(SavedResult):
-    """D0, D1 and D2 of each layer, in the order in which the network computes them, and errors of both moments.
-
-    Errors are empty in results from before they were measured.
-    """
+    """D0, D1 and D2 of each layer, in the order in which the network computes them."""
 
     dataset: str
     method: str
@@ -82,7 +43,6 @@ class ShiftResult(SavedResult):
     d0: list[float]
     d1: list[float]
     d2: list[float]
-    errors: list[dict[str, float]] = Field(default_factory=list)
 
     @property
     def added(self) -> list[float]:
@@ -91,7 +51,7 @@ class ShiftResult(SavedResult):
 
     @model_validator(mode="after")
     def _one_a_layer(self) -> ShiftResult:
-        lengths = {len(self.d0), len(self.d1), len(self.d2), len(self.errors or self.layers)}
+        lengths = {len(self.d0), len(self.d1), len(self.d2)}
         if lengths != {len(self.layers)}:
             raise ValueError(f"{len(self.layers)} layers, but lists of {sorted(lengths)}")
         return self
@@ -150,7 +110,6 @@ class ShiftRecorder(Listener):
             d0=[_distance(first.used_mean, first.true_mean) for first, _ in pairs],
             d1=[_distance(first.true_mean, last.true_mean) for first, last in pairs],
             d2=[_distance(last.used_mean, last.true_mean) for _, last in pairs],
-            errors=[moment_errors(first, last) for first, last in pairs],
         )
 
     def _measure(self) -> Mapping[str, LayerMoments]:

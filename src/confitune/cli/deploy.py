@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from confitune.cli.app import Option, app, say, stoppable
 from confitune.cli.options import SettingsCommand, with_settings
@@ -95,22 +93,22 @@ def learn_command(
 
 
 def _print_learned(console: Console, report: LearnReport, bundle: Path) -> None:
-    title = f"{escape(report.task)}: {len(report.classes)} classes, {report.accuracy:.1f}% right"
-    table = Table(title=title, title_justify="left")
-    for column in ("task", "photos", "before", "now", "change"):
-        table.add_column(column, justify="left" if column == "task" else "right")
+    from confitune.experiments import terminal_table
+
+    rows = []
     for change in report.changes:
         before = "-" if change.before is None else f"{change.before:.1f}"
         moved = "-" if change.before is None else f"{change.after - change.before:+.1f}"
-        table.add_row(escape(change.task), str(change.images), before, f"{change.after:.1f}", moved)
-    table.add_row(escape(report.task), str(report.test_images), "", f"{report.accuracy:.1f}", "new")
-    table.caption = "accuracy in percent on held-out photos"
+        rows.append([change.task, str(change.images), before, f"{change.after:.1f}", moved])
+    rows.append([report.task, str(report.test_images), "", f"{report.accuracy:.1f}", "new"])
+    title = f"{report.task}: {len(report.classes)} classes, {report.accuracy:.1f}% right"
+    caption = "accuracy in percent on held-out photos"
     if len(report.changes) < report.earlier:
-        table.caption += (
+        caption += (
             f"; {len(report.changes):,} of {report.earlier:,} earlier tasks were tested (--check), chosen at random; "
             "before: when each was last tested"
         )
-    console.print(table)
+    console.print(terminal_table(["task", "photos", "before", "now", "change"], rows, title=title, caption=caption))
     if report.only_head:
         say("The pre-trained features are enough for this task: only a head was fitted.")
     kept = f", held-out photos {report.held_out_bytes / 1e6:.2f} MB" if report.held_out_bytes else ""
@@ -146,6 +144,7 @@ def tasks_command(
     from confitune.deploy import Bundle, check_tasks
     from confitune.deploy.held_out import MOST_CHECKED
     from confitune.engine import decoding_bar
+    from confitune.experiments import terminal_table
 
     opened, console = Bundle.open(bundle), Console()
     if rename or remove or copy:
@@ -173,14 +172,13 @@ def tasks_command(
     if as_json:
         typer.echo(json.dumps(told, indent=1))
         return
-    table = Table(caption="accuracy in percent on held-out photos", caption_justify="left")
-    for column in ("task", "classes", "photos", "learned", "accuracy", "KB"):
-        table.add_column(column, justify="left" if column in ("task", "learned") else "right")
+    rows = []
     for task in told:
         right = "-" if task["accuracy"] is None else f"{task['accuracy']:.1f}"
         counts = (str(len(task["classes"])), str(task["images"]))
-        table.add_row(escape(task["task"]), *counts, task["learned"][:10], right, f"{task['bytes'] / 1e3:,.0f}")
-    console.print(table)
+        rows.append([task["task"], *counts, task["learned"][:10], right, f"{task['bytes'] / 1e3:,.0f}"])
+    head = ["task", "classes", "photos", "learned", "accuracy", "KB"]
+    console.print(terminal_table(head, rows, caption="accuracy in percent on held-out photos"))
     if checked and checked.guessed is not None:
         say(
             f"Without --task, {checked.guessed:.1f}% of these photos are given to the right task (by chance "
@@ -254,7 +252,7 @@ def serve_command(
 ) -> None:
     """Answer over HTTP, with a page to drop photos on.
 
-    POST /v1/predict (one or many images, task optional), GET /v1/tasks, /healthz, /metrics (Prometheus), /openapi.json.
+    POST /v1/predict (one or many images, task optional), GET /v1/tasks, /healthz, /openapi.json.
     Requests of different tasks go through the network together.
 
     [bold]Examples[/bold]
@@ -282,18 +280,17 @@ def serve_command(
 def export_command(
     bundle: BundleFolder,
     task: Annotated[str, Option(help="which task")],
-    to: Annotated[str, Option(help="onnx, or torch-export (.pt2)")] = "onnx",
-    out: Annotated[Path | None, Option(metavar="FILE", help="default: TASK.onnx or TASK.pt2")] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="default: TASK.onnx")] = None,
 ) -> None:
-    """Write one task as a plain network for another runtime: batch norm folded in, images in, logits out.
+    """Write one task as an ONNX file for another runtime: batch norm folded in, images in, logits out.
 
     The file is run on ten images and compared with the bundle before it is said to be good.
 
     [bold]Examples[/bold]
 
-      confitune export model --task birds --to onnx --out birds.onnx
+      confitune export model --task birds --out birds.onnx
     """
     from confitune.deploy import export_bundle
 
-    path, difference = export_bundle(bundle, task, to, out)
+    path, difference = export_bundle(bundle, task, out)
     say(f"{path}: equal to the bundle up to {difference:.1e} on ten images")

@@ -98,12 +98,12 @@ def options_command() -> None:
 
 @app.command(name="doctor")
 def doctor_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a bundle, or a folder of runs")],
+    folder: Annotated[Path, typer.Argument(metavar="BUNDLE", help="a folder that `confitune learn` made")],
     repair: Annotated[
         bool, Option("--repair", help="mend what can be mended; a damaged bundle goes back to before its last change")
     ] = False,
 ) -> None:
-    """Say what is in a folder, compare every file with its checksum, and mend what can be mended.
+    """Say what is in a bundle, compare every file with its checksum, and mend what can be mended.
 
     The exit code is 1 if something is wrong that --repair has not mended.
 
@@ -111,12 +111,12 @@ def doctor_command(
 
       confitune doctor model
 
-      confitune doctor confitune-run --repair
+      confitune doctor model --repair
     """
-    from confitune.experiments import examine
+    from confitune.deploy import examine
 
     found = examine(folder, repair)
-    say("\n  ".join([f"{folder}: {found.kind}", *found.contents]))
+    say("\n  ".join([f"{folder}:", *found.contents]))
     left = 0
     for finding in found.findings:
         mended = repair and finding.remedy is not None

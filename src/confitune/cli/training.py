@@ -214,7 +214,7 @@ def reproduce_command(
     """Make tables and figures of the paper again, and put its numbers beside what is measured.
 
     Runs that are done are not done again, whichever table needed them first; a broken-off reproduction goes on where it
-    stopped when the same command is given again. Everything is in index.md.
+    stopped when the same command is given again.
 
     [bold]Examples[/bold]
 
@@ -241,7 +241,6 @@ def reproduce_command(
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("inside", "higher", "lower") if v in verdicts)
         where = f"{outcome.title}: {out / (outcome.what + '.md')}" + (f" ({counts})" if counts else "")
         console.print(where, soft_wrap=True, markup=False)
-    console.print(f"Everything: {out / 'index.md'}", soft_wrap=True, markup=False)
 
 
 @app.command(name="report")
@@ -250,10 +249,9 @@ def report_command(
     out: Annotated[Path | None, Option(metavar="FILE", help="the page, *.html; default: DIR/report.html")] = None,
     title: Annotated[str | None, Option(metavar="TEXT", help="heading; default: the folder's name")] = None,
 ) -> None:
-    """Write one page with tables, curves, accuracy matrices over time and the provenance of every run, and its twin.
+    """Write one page with tables, curves and the provenance of every run.
 
-    The page is a single file that loads nothing: open it, send it, print it. Beside it stands a Markdown file with the
-    same numbers.
+    The page is a single file that loads nothing: open it, send it, print it.
 
     [bold]Examples[/bold]
 
@@ -263,8 +261,8 @@ def report_command(
     """
     from confitune.experiments import write_report
 
-    page, twin = write_report(folder, out, title)
-    Console().print(f"The report is {page}, as Markdown {twin}", soft_wrap=True, markup=False, highlight=False)
+    page = write_report(folder, out, title)
+    Console().print(f"The report is {page}", soft_wrap=True, markup=False, highlight=False)
 
 
 @app.command(name="compare")

@@ -1,6 +1,7 @@
 """A net becomes a bundle, a predictor, a file for another runtime, a server."""
 
 from confitune.deploy.bundle import Bundle
+from confitune.deploy.doctor import examine
 from confitune.deploy.export import check_export, export_bundle, export_network
 from confitune.deploy.folding import folded
 from confitune.deploy.format import BundleError, TaskRecord
@@ -21,6 +22,7 @@ __all__ = [
     "TaskRecord",
     "check_export",
     "check_tasks",
+    "examine",
     "export_bundle",
     "export_network",
     "folded",

@@ -1,7 +1,7 @@
-"""One task of a network or a bundle as a file for another runtime: ONNX, or torch's own exported program (.pt2).
+"""One task of a network or a bundle as a file for another runtime: ONNX, with batch norm folded into convolutions.
 
-Both files take `images` [batch, channels, height, width], preprocessed as the backbone wants them, and give `logits`
-[batch, classes] for any batch size. What they hold besides the network says how to use it: the task, its classes, the
+The file takes `images` [batch, channels, height, width], preprocessed as the backbone wants them, and gives `logits`
+[batch, classes] for any batch size. What it holds besides the network says how to use it: the task, its classes, the
 size, mean and std of its images.
 """
 
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from confitune import __version__
 from confitune.deploy.bundle import Bundle
 from confitune.deploy.folding import copied_to_cpu, example_images, folded
-from confitune.deploy.format import BundleError
 from confitune.deploy.held_out import decode_kept
 from confitune.deploy.predictor import Predictor
 from confitune.errors import ConfituneError
@@ -33,39 +32,32 @@ from confitune.nn import ContinualNet
 from confitune.nn.geometry import Size
 from confitune.tasks import CROP, Preprocess
 
-METADATA = "metadata.json"  # the file inside a .pt2 that holds what an ONNX file has in its metadata_props
 _TOLERANCE = 1e-4
-_ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
 _COMPARED = 10  # images
 
 
 def export_network(
     net: ContinualNet, task: str, path: Path, *, size: int | Size, preprocess: Preprocess | None = None
 ) -> None:
-    """Write one task of `net`, folded, as a single file with weights and metadata inside.
-
-    `torch.export.load(path).module()` runs a .pt2 file; with `extra_files={"metadata.json": ""}` it puts the metadata's
-    text there.
+    """Write one task of `net` as a single ONNX file with weights and metadata inside.
 
     Args:
-        path: ends in .onnx or .pt2; folders are made.
+        path: ends in .onnx; folders are made.
         size: of the images, (height, width) or one number for both.
         preprocess: how images become network input; its mean, std, resize and crop are written into the metadata.
     """
-    if path.suffix not in _ENDINGS.values():
-        raise ConfituneError(f"{path} is neither an .onnx nor a .pt2 file")
+    if path.suffix != ".onnx":
+        raise ConfituneError(f"{path} is no .onnx file")
     path.parent.mkdir(parents=True, exist_ok=True)
     module, example, metadata = _ready(net, task, size, preprocess)
-    to_onnx = path.suffix == ".onnx"
-    if to_onnx:
-        _optional("onnx")
-        _optional("onnxscript")  # torch's exporter is built on it
+    _optional("onnx")
+    _optional("onnxscript")  # torch's exporter is built on it
     with _quiet():
         try:
-            data = _onnx(module, example, metadata) if to_onnx else _pt2(module, example, metadata)
+            data = _onnx(module, example, metadata)
         except Exception as error:
             first = str(error).strip().partition("\n")[0]
-            raise ConfituneError(f"{path.suffix} cannot take {type(net.backbone).__name__}: {first}") from error
+            raise ConfituneError(f"ONNX cannot take {type(net.backbone).__name__}: {first}") from error
     write_whole(path, lambda out: out.write(data))
 
 
@@ -89,15 +81,6 @@ def _onnx(module: nn.Module, example: Tensor, metadata: dict[str, object]) -> by
     _optional("onnx").helper.set_model_props(model, texts)
     data: bytes = model.SerializeToString()
     return data
-
-
-def _pt2(module: nn.Module, example: Tensor, metadata: dict[str, object]) -> bytes:
-    program = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # has the paths of source files
-    out = io.BytesIO()
-    torch.export.save(program, out, extra_files={METADATA: json.dumps(metadata)})
-    return out.getvalue()
 
 
 def check_export(path: Path, net: ContinualNet, task: str, images: Tensor) -> float:
@@ -130,20 +113,16 @@ def check_export(path: Path, net: ContinualNet, task: str, images: Tensor) -> fl
     return largest
 
 
-def export_bundle(path: Path, task: str, to: str = "onnx", out: Path | None = None) -> tuple[Path, float]:
+def export_bundle(path: Path, task: str, out: Path | None = None) -> tuple[Path, float]:
     """Write one task of the bundle in `path`; gives the file, and its largest difference to the bundle's logits.
 
     Args:
-        to: 'onnx' or 'torch-export'.
         out: the file; default: the task's name in the current folder.
     """
-    if to not in _ENDINGS or (out is not None and out.suffix != _ENDINGS[to]):
-        kinds = " and ".join(f"{kind} (to a file that ends in {ending})" for kind, ending in _ENDINGS.items())
-        raise BundleError(f"cannot export to {to!r}, {out}: there are {kinds}")
     bundle = Bundle.open(path)
     predictor = Predictor(bundle, device="cpu")
     net = predictor.network_for(task)
-    out = out or Path(re.sub(r"[^\w-]+", "_", task) + _ENDINGS[to])
+    out = out or Path(re.sub(r"[^\w-]+", "_", task) + ".onnx")
     export_network(net, task, out, size=bundle.network.size, preprocess=predictor.preprocess)
     kept = bundle.held_out(task)
     if kept is not None and len(kept["labels"]):
@@ -152,18 +131,6 @@ def export_bundle(path: Path, task: str, to: str = "onnx", out: Path | None = No
         chance = torch.Generator().manual_seed(0)
         images = torch.randint(0, 256, (_COMPARED, 3, CROP, CROP), dtype=torch.uint8, generator=chance)
     return out, check_export(out, net, task, predictor.preprocess(images).contiguous())
-
-
-class _Images(nn.Module):
-    """Calls the input `images`: an exported program has the names of forward's arguments."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.network(images)
-        return logits
 
 
 def _ready(
@@ -191,7 +158,7 @@ def _ready(
     }
     if preprocess is not None:
         metadata |= {key: getattr(preprocess, key) for key in ("mean", "std", "resize", "crop")}
-    return _Images(module).eval(), example, metadata
+    return module, example, metadata
 
 
 def _optional(package: str) -> Any:
@@ -205,16 +172,12 @@ def _optional(package: str) -> Any:
 
 def _logits(path: Path, images: Tensor) -> Tensor:
     """Run an exported file."""
-    runtime = _optional("onnxruntime") if path.suffix == ".onnx" else None
+    runtime = _optional("onnxruntime")
     try:
-        with torch.no_grad(), _quiet():
-            if runtime is None:
-                logits: Tensor = torch.export.load(path).module()(images)
-                return logits
-            options = runtime.SessionOptions()
-            options.log_severity_level = 3  # errors
-            session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-            return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+        options = runtime.SessionOptions()
+        options.log_severity_level = 3  # errors
+        session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
     except Exception as error:
         raise ConfituneError(f"{path} does not run on images of shape {tuple(images.shape)}: {error}") from error
 

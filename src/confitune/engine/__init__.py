@@ -8,7 +8,7 @@ from confitune.engine.feed import batches, place, place_task
 from confitune.engine.logs import CsvLog, TensorBoardLog
 from confitune.engine.parallel import Turns
 from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
-from confitune.engine.result import RunResult, TaskEntry, command_line, has_checksum, versions
+from confitune.engine.result import RunResult, command_line, versions
 from confitune.engine.run import SequenceRun, network_sha256
 from confitune.engine.training import DivergedError, TaskFit, epochs_of, fit, steps_of
 from confitune.settings import TrainSettings
@@ -25,7 +25,6 @@ __all__ = [
     "LiveProgress",
     "RunResult",
     "SequenceRun",
-    "TaskEntry",
     "TaskFit",
     "TensorBoardLog",
     "TrainSettings",
@@ -36,7 +35,6 @@ __all__ = [
     "epochs_of",
     "evaluate",
     "fit",
-    "has_checksum",
     "library_switches",
     "network_sha256",
     "place",

@@ -107,8 +107,7 @@ class RunResult(BaseModel):
     def load(cls, path: Path) -> RunResult:
         """Read a result, or say what is wrong with the file.
 
-        What a file says must fit its checksum. Results that were written before there was one are taken without;
-        `has_checksum` tells them apart.
+        What a file says must fit its checksum. Results that were written before there was one are taken without.
         """
         values, checksum = _read(path)
         try:
@@ -119,11 +118,6 @@ class RunResult(BaseModel):
             return result
         except (ValueError, RecursionError) as error:
             raise _no_result(path, error) from error
-
-
-def has_checksum(path: Path) -> bool:
-    """Whether a result was written with a checksum; `RunResult.load` compares it."""
-    return _read(path)[1] is not None
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Any]:

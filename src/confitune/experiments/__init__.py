@@ -1,6 +1,5 @@
 """Recipe -> runs -> summary and pictures."""
 
-from confitune.experiments.doctor import examine
 from confitune.experiments.job import run_folder
 from confitune.experiments.methods import method_options, method_page, methods_table
 from confitune.experiments.models import matching_models, report_model
@@ -28,7 +27,6 @@ __all__ = [
     "comparison_page",
     "draw_pictures",
     "edge_note",
-    "examine",
     "make_recipe",
     "matching_models",
     "merge_settings",

@@ -112,9 +112,7 @@ def _connect(ray: Any, on: str) -> None:
         ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         where = f"the Ray cluster at {address} cannot be used" if address else "Ray cannot be started here"
-        asked = "AuthToken" in f"{error} {error.__cause__}"
-        hint = "; it asks for a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the file that holds it"
-        raise ConfituneError(f"{where}: {error}{hint if asked else ''}") from error
+        raise ConfituneError(f"{where}: {error}") from error
 
 
 def _require_answer(address: str, on: str) -> None:
@@ -132,8 +130,6 @@ def _require_answer(address: str, on: str) -> None:
 
 class RayPlace:
     """A Ray cluster that this process is connected to."""
-
-    at_once = None
 
     def __init__(self, ray: Any, console: Console, parallel_seeds: int, gpus: float | None, cpus: int | None) -> None:
         self.console = console
@@ -201,8 +197,7 @@ class RayPlace:
             found: list[RunResult | ConfituneError] = self._ray.get(task)
             return found
         except exceptions.RayTaskError as error:  # nothing that a run raises on purpose
-            hint = " (every node needs confitune and what it imports)" if "No module named" in str(error) else ""
-            told = ConfituneError(f"failed on the cluster{hint}:\n{error}")
+            told = ConfituneError(f"failed on the cluster (every node needs confitune and what it imports):\n{error}")
         except exceptions.RayError as error:
             told = ConfituneError(f"{_died(len(errand.tries()))} ({error})")
         return [told] * len(errand.jobs)

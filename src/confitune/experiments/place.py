@@ -24,10 +24,6 @@ class Place(Protocol):
     def console(self) -> Console:
         """Where progress is shown."""
 
-    @property
-    def at_once(self) -> int | None:
-        """How many runs go on at a time, to judge how long many take; None: that cannot be known."""
-
     def settled(self, recipe: Recipe) -> Recipe:
         """The recipe with everything fixed that depends on the machine that will do its runs."""
 
@@ -50,7 +46,7 @@ class LocalPlace:
 
     def __init__(self, console: Console | None = None, parallel_seeds: int = 1) -> None:
         self.console = console or Console(quiet=True)
-        self.at_once = parallel_seeds
+        self.parallel_seeds = parallel_seeds
 
     def settled(self, recipe: Recipe) -> Recipe:
         """As it is: the device is this process's to choose."""
@@ -65,7 +61,7 @@ class LocalPlace:
             return
         with decoding_bar(self.console) as bar:
             loaded = Loaded.of(jobs[0], bar)
-        for group in groups_of(jobs, self.at_once):
+        for group in groups_of(jobs, self.parallel_seeds):
             try:
                 yield from zip(group, self._done(group, loaded), strict=True)
             except TrainingError as error:

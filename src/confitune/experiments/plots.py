@@ -1,70 +1,33 @@
-"""Pictures of accuracy matrices and of how accuracy develops over a task sequence.
+"""Pictures: how accuracy develops over a task sequence, and plain line plots.
 
-Each function builds a matplotlib Figure; `drawing.save_figure` writes it. Methods take colours in the order given.
+Figures are built without pyplot, so nothing is shared between calls and no display is needed. Colours are those of
+Okabe and Ito, which stay apart for colour-blind readers; methods take them in the order given.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
-from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from confitune.experiments.drawing import (
-    COLOURS,
-    GRID,
-    INK,
-    LARGEST_NUMBERED_MATRIX,
-    MUTED,
-    heading,
-    line_look,
-    plain_axes,
-    task_ticks,
-)
+from confitune.files import write_whole
 from confitune.metrics import average_accuracy, average_accuracy_curve, average_forgetting, mean_and_interval
 
+PIXELS_PER_INCH = 200
+INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINE_STYLES = ("-", "--", ":")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]  # name -> x and y
 Array = NDArray[np.floating]
-
-# Without its palest end, so that the lowest accuracy still differs from an empty cell.
-BLUES = ListedColormap(colormaps["Blues"](np.linspace(0.12, 1, 256)))
-PANELS_PER_ROW = 4
-
-
-def accuracy_matrix_figure(matrices: Mapping[str, Array], *, title: str) -> Figure:
-    """One heatmap a method, all on one colour scale, at most four side by side.
-
-    Args:
-        matrices: method -> T x T, percent; NaN stays blank. Up to 12 tasks the cells carry their numbers.
-        title: heading of the picture.
-    """
-    tasks = max(map(len, matrices.values()))
-    rows = math.ceil(len(matrices) / PANELS_PER_ROW)
-    columns = math.ceil(len(matrices) / rows)
-    side = min(max(0.4 * tasks, 2.2), 4.6)
-    size = (columns * (side + 0.3) + 1.3, rows * (side + 0.8) + 0.4)
-    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(compress=True, h_pad=0.09))
-    heading(figure, title)
-    panels = figure.subplots(rows, columns, squeeze=False)
-    lowest = _axis_floor(np.concatenate([np.ravel(matrix) for matrix in matrices.values()]), step=10)
-    images = [
-        _heatmap(panel, method, np.asarray(matrix, dtype=float), lowest)
-        for panel, (method, matrix) in zip(panels.flat, matrices.items(), strict=False)
-    ]
-    for panel in panels.flat[len(matrices) :]:
-        panel.set_axis_off()
-    for panel in panels[:, 0]:
-        panel.set_ylabel("accuracy on task", color=INK, fontsize=9)
-    bar = figure.colorbar(images[0], ax=panels, shrink=0.8, aspect=25, pad=0.02)
-    bar.outline.set_visible(False)  # type: ignore[operator]
-    bar.ax.tick_params(labelsize=8, color=GRID, labelcolor=MUTED)
-    bar.set_label("accuracy (%)", color=MUTED, fontsize=9)
-    return figure
 
 
 def curves_figure(curves: Mapping[str, Array], *, title: str) -> Figure:
@@ -107,28 +70,6 @@ def overview_figure(runs: Mapping[str, Array], *, title: str) -> Figure:
     rows[-1].set_ylim(_axis_floor(learned_and_left, step=10), 100)
     rows[-1].set_xlabel("task", color=INK, fontsize=9)
     return figure
-
-
-def _heatmap(axes: Axes, method: str, matrix: Array, lowest: float) -> AxesImage:
-    tasks = len(matrix)
-    image = axes.imshow(np.ma.masked_invalid(matrix), cmap=BLUES, vmin=lowest, vmax=100)
-    axes.set_title(method, color=INK, fontsize=10, fontweight="bold", pad=6)
-    axes.set_xlabel("after training task", color=INK, fontsize=9)
-    ticks = task_ticks(tasks)
-    axes.set_xticks([task - 1 for task in ticks], labels=[str(task) for task in ticks])
-    axes.set_yticks([task - 1 for task in ticks], labels=[str(task) for task in ticks])
-    axes.tick_params(length=0, labelsize=8, labelcolor=MUTED)
-    axes.spines[:].set_visible(False)
-    for edge in np.arange(tasks - 1) + 0.5:
-        axes.axhline(edge, color="white", linewidth=1)
-        axes.axvline(edge, color="white", linewidth=1)
-    if tasks <= LARGEST_NUMBERED_MATRIX:
-        for (task, after), colour in zip(np.ndindex(matrix.shape), image.to_rgba(matrix).reshape(-1, 4), strict=True):
-            value = float(matrix[task, after])
-            if not np.isnan(value):
-                ink = _readable_on(colour)
-                axes.text(after, task, _number(value), ha="center", va="center", fontsize=7.5, color=ink)
-    return image
 
 
 def _curves(axes: Axes, curves: Mapping[str, Array], height: float) -> None:
@@ -199,13 +140,6 @@ def _spread(positions: Sequence[float], gap: float, highest: float) -> list[floa
     return spread
 
 
-def _readable_on(colour: Array) -> str:
-    """White or dark ink, whichever stands out more on `colour` (relative luminance and contrast of WCAG 2)."""
-    rgb = colour[:3]
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    return "white" if linear @ (0.2126, 0.7152, 0.0722) < 0.21 else INK
-
-
 def _axis_floor(values: Array, step: int) -> float:
     """A round number below all values, far enough from 100 to leave the axis a range."""
     return max(0.0, min(90.0, step * math.floor(np.nanmin(values) / step)))
@@ -213,3 +147,87 @@ def _axis_floor(values: Array, step: int) -> float:
 
 def _number(value: float) -> str:
     return "100" if round(value, 1) == 100 else f"{value:.1f}"
+
+
+def plain_axes(axes: Axes, tasks: int, *, levels: int) -> None:
+    """Axes with little ink: numbered tasks below, so many level lines."""
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color("#bbbbbb")
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelsize=8, labelcolor=MUTED)
+    axes.set_xticks(task_ticks(tasks))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=levels, steps=[1, 2, 5, 10]))
+
+
+def heading(figure: Figure, title: str) -> None:
+    """Above everything, on the left."""
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold", wrap=True)
+
+
+def task_ticks(tasks: int) -> list[int]:
+    """Every task while there is room, else the first and every fifth.
+
+    >>> task_ticks(20)
+    [1, 5, 10, 15, 20]
+    """
+    return list(range(1, tasks + 1)) if tasks <= 12 else [1, *range(5, tasks + 1, 5)]
+
+
+def line_look(index: int) -> tuple[str, str]:
+    """Style and colour of the line of this number."""
+    return LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)], COLOURS[index % len(COLOURS)]
+
+
+def write_png(figure: Figure, out: IO[bytes]) -> None:
+    """The same data give the same bytes: matplotlib's version stays out of the metadata."""
+    figure.savefig(out, format="png", dpi=PIXELS_PER_INCH, facecolor="white", metadata={"Software": None})
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write as a PNG, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lambda out: write_png(figure, out))
+
+
+def draw_panels(
+    panels: Mapping[str, Lines],
+    path: Path,
+    *,
+    title: str,
+    x: str,
+    y: Mapping[str, str],
+    scale: str = "linear",
+) -> None:
+    """Line plots side by side, one legend.
+
+    Args:
+        panels: heading -> lines.
+        x: what the horizontal axis shows.
+        y: heading -> what the vertical axis shows.
+        scale: of the vertical axes; 'symlog' is logarithmic with a place for 0.
+    """
+    figure = Figure(figsize=(max(4.6 * len(panels), 5.2), 3.9), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11, fontweight="bold")
+    for axes, (name, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        _panel(axes, lines, name, x, y[name], scale)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if len(labels) > 1:
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    save_figure(figure, path)
+
+
+def _panel(axes: Axes, lines: Lines, title: str, x: str, y: str, scale: str) -> None:
+    for place, (name, (across, up)) in enumerate(lines.items()):
+        (style, colour), marker = line_look(place), MARKERS[place % len(MARKERS)]
+        axes.plot(across, up, style, color=colour, label=name, linewidth=1.4, marker=marker, markersize=4)
+    axes.set_title(title, loc="left", color=INK, fontsize=9)
+    axes.set_xlabel(x, color=MUTED, fontsize=8)
+    axes.set_ylabel(y, color=MUTED, fontsize=8)
+    axes.tick_params(labelsize=8, color=GRID, labelcolor=MUTED)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_yscale(scale, **({"linthresh": 1000} if scale == "symlog" else {}))
+    if all(float(value).is_integer() for across, _ in lines.values() for value in across):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))

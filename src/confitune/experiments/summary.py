@@ -16,13 +16,12 @@ from rich.table import Table
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.drawing import save_figure
 from confitune.experiments.identity import filled
 from confitune.experiments.job import RESULT, file_name
-from confitune.experiments.plots import accuracy_matrix_figure, curves_figure, overview_figure
+from confitune.experiments.plots import overview_figure, save_figure
 from confitune.experiments.tables import markdown_table, terminal_table
 from confitune.files import write_whole
-from confitune.metrics import average_accuracy_curve, mean_and_interval
+from confitune.metrics import mean_and_interval
 
 Runs = Mapping[str, Sequence[RunResult]]  # by method, all seeds
 
@@ -77,32 +76,25 @@ def write_summary(out: Path) -> dict[str, Any]:
 
 
 def draw_pictures(out: Path, methods: tuple[str, ...] | None = None) -> list[Path]:
-    """Heatmaps, curves and an overview per dataset below `out`, of all results there or of `methods` in that order."""
+    """An overview per dataset below `out`, of all results there or of `methods` in that order."""
     drawn = []
     for dataset, found in collect_results(out).items():
         chosen = {name: found[name] for name in map(file_name, methods or found) if name in found}
-        for name, figure in figures_of(dataset, chosen).items():
-            save_figure(figure, out / dataset / name)
-            drawn.append(out / dataset / name)
+        if figure := overview_of(dataset, chosen):
+            drawn.append(out / dataset / "overview.png")
+            save_figure(figure, drawn[-1])
     return drawn
 
 
-def figures_of(dataset: str, found: Runs) -> dict[str, Figure]:
-    """Pictures by the names of their files; none where no method learned task after task."""
+def overview_of(dataset: str, found: Runs) -> Figure | None:
+    """None where no method learned task after task."""
     measured = {
         label: np.stack([result.matrix for result in results])
         for label, results in zip(_labels(found), found.values(), strict=True)
     }
     sequential = {name: stack for name, stack in measured.items() if not np.isnan(stack[:, 0, 0]).any()}
-    if not sequential:
-        return {}
     title = f"{dataset}, {filled(next(iter(found.values()))[0].config)['model']}"
-    curves = {k: np.stack([average_accuracy_curve(matrix) for matrix in v]) for k, v in sequential.items()}
-    return {
-        "accuracy_matrix.png": accuracy_matrix_figure({k: v.mean(0) for k, v in sequential.items()}, title=title),
-        "curves.png": curves_figure(curves, title=title),
-        "overview.png": overview_figure(sequential, title=title),
-    }
+    return overview_figure(sequential, title=title) if sequential else None
 
 
 def _labels(found: Mapping[str, Sequence[RunResult]]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Iterable, Sequence
 
@@ -38,12 +37,3 @@ def terminal_table(
     for place, row in enumerate(rows):
         table.add_row(*map(Text, row), style="bold" if place == bold else "")
     return table
-
-
-def plain(text: str) -> str:
-    r"""A text that Markdown shows as it is, on one line.
-
-    >>> print(plain("a|b <img> [x](y) *z*"))
-    a\|b &lt;img&gt; \[x\](y) \*z\*
-    """
-    return re.sub(r"([\\`*\[\]|])", r"\\\1", html.escape(" ".join(text.splitlines()), quote=False))

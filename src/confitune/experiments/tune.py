@@ -19,7 +19,6 @@ from rich.table import Table
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.drawing import save_figure, search_figure
 from confitune.experiments.job import TrainingError, file_name
 from confitune.experiments.methods import Value, options_of, options_set, paper_search, value_text
 from confitune.experiments.paper import searched
@@ -180,7 +179,7 @@ def run_search(
     """Try every value, write what came out below `out`, and train the winner again on all training images.
 
     Below `out`: `grid/<part.option=value>/` and `retrained/<part.option=value>/` as `run_recipe` writes them,
-    `search.json`, `search.png` and, for `confitune run`, `winner.yaml`.
+    `search.json` and, for `confitune run`, `winner.yaml`.
 
     Args:
         place: where runs are done (`open_place`); default: here, one after the other, without a word.
@@ -251,7 +250,7 @@ def edge_note(search: Search, points: list[Point]) -> str:
 
 
 def write_search(search: Search, points: list[Point], out: Path, retrained: list[RunResult] | None = None) -> None:
-    """Write `search.json`, and `search.png` where there is something to draw."""
+    """Write `search.json`."""
     best = winner(points)
     whole = len(points) == len(search.grid)
     entries = [{"value": p.value, **({"failure": p.failure} if p.failure else summarised(p.results))} for p in points]
@@ -267,11 +266,6 @@ def write_search(search: Search, points: list[Point], out: Path, retrained: list
     }
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / "search.json", lambda file: file.write(json.dumps(found, indent=1).encode()))
-    if best is not None and whole:
-        measured = {p.value: ([r.acc for r in p.results], [r.fgt or 0.0 for r in p.results]) for p in points}
-        title = f"{search.recipe.dataset}, {search.method}: {search.held_out:.0%} of the training images held out"
-        figure = search_figure(measured, title=title, option=search.place, best=best.value)
-        save_figure(figure, out / "search.png")
 
 
 def write_winner(search: Search, best: Point, out: Path) -> None:

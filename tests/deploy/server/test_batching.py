@@ -235,17 +235,5 @@ def test_many_threads_at_once_get_their_own_answers(started, fake):
     assert batcher.waiting == 0
 
 
-@pytest.mark.parametrize(
-    ("limits", "words"),
-    [
-        ({"images": 9, "queue_images": 8}, "images=9, .*queue_images=8"),
-        ({"all_bodies_bytes": 10_000_000}, "all_bodies_bytes=10000000"),
-    ],
-)
-def test_limits_that_make_no_sense_are_said(limits, words):
-    with pytest.raises(ConfituneError, match=words):
-        Limits(**limits)
-
-
 def test_no_wait_at_all_is_a_limit(started):
     assert best(started(max_wait_ms=0).submit(files(3), ["pets"], 1)) == ["3-0"]

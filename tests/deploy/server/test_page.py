@@ -250,14 +250,14 @@ def test_a_busy_server_and_one_that_is_gone_are_explained_and_can_be_asked_again
         for _ in range(2):  # the first is in the network when the second comes, which waits in the queue
             pool.submit(httpx.post, f"{address}/v1/predict", files={"images": RED}, timeout=20)
             assert colours.asked.wait(5)
-        until(lambda: "confitune_queue_images 1.0" in httpx.get(f"{address}/metrics").text)
+        until(lambda: httpx.get(f"{address}/healthz").json()["queue_images"] == 1)
         page.locator("#file").set_input_files(upload("red.png", RED))
         alert = page.get_by_role("alert")
         sync_api.expect(alert.locator("h2")).to_have_text("The server is busy")
         words = "1 images are waiting, and the queue takes 1: try again later. It may go better in 1 second."
         assert alert.locator("p").text_content() == words
         colours.gate.set()
-        until(lambda: "confitune_images_total 2.0" in httpx.get(f"{address}/metrics").text)
+        until(lambda: httpx.get(f"{address}/healthz").json()["queue_images"] == 0)
         alert.get_by_role("button", name="Try again").press("Enter")
         assert classes(page)[0] == ("cat", "75.0 %")
         server.close()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
 
-_PACKAGES = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
+_PACKAGES = ("fastapi", "uvicorn", "python_multipart")
 _BACKLOG = 2048
 
 
@@ -42,12 +42,11 @@ def create_app(predictor: Predictor, limits: Limits | None = None) -> FastAPI:
 
     import confitune
     from confitune.deploy.server.answers import handle_errors
-    from confitune.deploy.server.guard import Guard, Metrics
+    from confitune.deploy.server.guard import Guard, Load
     from confitune.deploy.server.routes import add_page, add_routes
 
     limits = limits or Limits()
-    batcher = Batcher(predictor, limits, on_batch=lambda *batch: metrics.batch(*batch))
-    metrics = Metrics(queue=lambda: batcher.waiting)
+    batcher, load = Batcher(predictor, limits), Load()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -63,9 +62,9 @@ def create_app(predictor: Predictor, limits: Limits | None = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.add_middleware(Guard, limits=limits, metrics=metrics)
+    app.add_middleware(Guard, limits=limits, load=load)
     handle_errors(app)
-    add_routes(app, predictor, batcher, metrics, limits)
+    add_routes(app, predictor, batcher, load, limits)
     add_page(app)
     return app
 
@@ -131,11 +130,9 @@ def _server(predictor: Predictor, limits: Limits) -> uvicorn.Server:
     app = create_app(predictor, limits)
     import uvicorn
 
-    from confitune.deploy.server.guard import bounded_protocol
-
     config = uvicorn.Config(
         app,
-        http=bounded_protocol(limits),
+        http="h11",
         ws="none",
         lifespan="on",
         log_config=None,

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,15 +42,11 @@ class Batcher:
     Args:
         predictor: is asked for one batch at a time, from one thread.
         limits: how many images may wait, how many make a batch and how long its first one waits.
-        on_batch: is told the number of images and the seconds of every batch.
     """
 
-    def __init__(
-        self, predictor: Predictor, limits: Limits, on_batch: Callable[[int, float], None] = lambda *_: None
-    ) -> None:
+    def __init__(self, predictor: Predictor, limits: Limits) -> None:
         self._predictor = predictor
         self._limits = limits
-        self._on_batch = on_batch
         self._changed = threading.Condition()
         self._ready: deque[_Job] = deque()
         self._waiting = 0
@@ -147,7 +143,6 @@ class Batcher:
         return [job for job in batch if job.answer.set_running_or_notify_cancel()]
 
     def _predict(self, batch: list[_Job]) -> None:
-        began = time.perf_counter()
         try:
             pixels = torch.stack([job.pixels for job in batch if job.pixels is not None])
             # As many classes as the most that anyone wants; each takes as many as it asked for.
@@ -160,7 +155,6 @@ class Batcher:
             for job in batch:
                 _settle(job.answer, Refusal(500, "prediction-failed", f"the prediction failed: {reason}"))
             return
-        self._on_batch(len(batch), time.perf_counter() - began)
         for job, prediction in zip(batch, found, strict=True):
             _settle(job.answer, prediction)
 

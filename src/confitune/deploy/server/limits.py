@@ -16,15 +16,13 @@ class Limits:
     Args:
         body_bytes: of one request.
         image_bytes: of one image file.
-        images: in one request.
+        images: in one request; no more than `queue_images`.
         all_bodies_bytes: of all requests under way together.
         queue_images: decoded or to be decoded, and not yet in a batch; above, requests are answered 429.
         max_batch: images the network sees at once.
         max_wait_ms: how long the first image of a batch waits for others.
         decoders: threads that decode images; each may hold one decoded at full size.
-        header_seconds: a client may take from connecting, or from the first byte of a further request, to the end of
-            its headers.
-        body_seconds: a client may take to send a body, and again to read an answer.
+        body_seconds: a client may take to send a body.
         request_seconds: from the end of the body to the answer.
         shutdown_seconds: requests under way when the server is stopped may take; then they are cut off.
         connections: at once; above, uvicorn answers 503.
@@ -38,18 +36,10 @@ class Limits:
     max_batch: int = 32
     max_wait_ms: float = 5.0
     decoders: int = 4
-    header_seconds: float = 10.0
     body_seconds: float = 30.0
     request_seconds: float = 30.0
     shutdown_seconds: int = 5
     connections: int = 512
-
-    def __post_init__(self) -> None:
-        if self.images > self.queue_images or self.body_bytes > self.all_bodies_bytes:
-            raise ConfituneError(
-                "one request may have more images than the queue takes, or more bytes than all together: even an "
-                f"empty server would call itself busy with {self}"
-            )
 
 
 @dataclass(eq=False)

@@ -11,14 +11,13 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import ImmutableMultiDict, UploadFile
 from starlette.requests import ClientDisconnect
 
 from confitune.deploy.predictor import MOST_GUESSED, Prediction, Predictor, too_many_to_guess
 from confitune.deploy.server.answers import ERRORS, ClassScore, ImagePrediction, PredictAnswer, TaskEntry, TasksAnswer
 from confitune.deploy.server.batching import Batcher
-from confitune.deploy.server.guard import Metrics
+from confitune.deploy.server.guard import Load
 from confitune.deploy.server.limits import Limits, Refusal, megabytes
 
 _LONGEST_FIELD = 1024  # bytes
@@ -67,7 +66,7 @@ _PAGE_HEADERS = {
 }
 
 
-def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, metrics: Metrics, limits: Limits) -> None:
+def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, load: Load, limits: Limits) -> None:
     """The programs' side of an app."""
 
     @app.post(
@@ -90,12 +89,9 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, metrics: Me
         names = [name for name, _ in images]
         del images  # decoders have them
         found = await _wait(request, answers, limits.request_seconds)
-        seconds = time.perf_counter() - began
-        metrics.images.inc(len(found))
-        metrics.seconds.observe(seconds)
         content = PredictAnswer(
             predictions=[_shown(name, prediction, wanted) for name, prediction in zip(names, found, strict=True)],
-            milliseconds=round(1000 * seconds, 2),
+            milliseconds=round(1000 * (time.perf_counter() - began), 2),
         )
         return Response(content.model_dump_json(), media_type="application/json")
 
@@ -107,15 +103,11 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, metrics: Me
             limits={name: getattr(limits, name) for name in ("body_bytes", "image_bytes", "images")},
         )
 
-    @app.get("/healthz", summary="Whether images are being answered", responses=ERRORS)
-    async def healthz() -> dict[str, str]:
+    @app.get("/healthz", summary="Whether images are being answered, and how many wait", responses=ERRORS)
+    async def healthz() -> dict[str, str | int]:
         if not batcher.healthy:
             raise Refusal(503, "closing", "images are not being answered")
-        return {"status": "ok"}
-
-    @app.get("/metrics", summary="Counters for Prometheus", response_class=Response)
-    async def read_metrics() -> Response:
-        return Response(generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return {"status": "ok", "queue_images": batcher.waiting, "body_bytes": load.body_bytes}
 
 
 def add_page(app: FastAPI) -> None:

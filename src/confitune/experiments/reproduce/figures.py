@@ -8,10 +8,9 @@ from dataclasses import asdict
 import numpy as np
 
 from confitune.analysis import check_proposition1, check_proposition2, check_proposition3, measure_storage
-from confitune.experiments.drawing import Lines, draw_panels, save_figure
 from confitune.experiments.paper import reported_storage
 from confitune.experiments.place import Place
-from confitune.experiments.plots import curves_figure
+from confitune.experiments.plots import Lines, curves_figure, draw_panels, save_figure
 from confitune.experiments.reproduce.outcome import Outcome, picture_name
 from confitune.experiments.reproduce.plan import TABLE1, Part, Scope, by_dataset, results_of
 from confitune.experiments.tables import markdown_table
@@ -94,32 +93,5 @@ def theory(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     outcome.claim(text, tightness, second.tighter_with_better_features)
     text = "3: probing first, then fine-tuning moves no features and forgets nothing"
     outcome.claim(text, f"largest move or loss {third.worst_violation:.1e}", third.holds)
-    sizes = {
-        f"padding {padding}": (
-            [b.size for b in first.borders if b.padding == padding],
-            [max(b.error, 1e-17) for b in first.borders if b.padding == padding],
-        )
-        for padding in sorted({b.padding for b in first.borders})
-    }
-    levels = [level.distance for level in second.levels]
-    tasks = list(range(1, len(third.plain.forgotten) + 1))
-    bounds: Lines = {
-        "loss of the earlier task": (levels, [level.error for level in second.levels]),
-        "bound": (levels, [level.bound for level in second.levels]),
-    }
-    losses: Lines = {
-        "fine-tuning": (tasks, third.plain.forgotten),
-        "probing first": (tasks, third.probing_first.forgotten),
-    }
-    distance = "distance of the features from good ones"
-
-    def draw(number: int, title: str, lines: Lines, x: str, y: str, scale: str = "linear") -> None:
-        outcome.pictures.append(f"proposition-{number}.png")
-        title = f"Proposition {number}: {title}"
-        draw_panels({"": lines}, scope.out / outcome.pictures[-1], title=title, x=x, y={"": y}, scale=scale)
-
-    draw(1, "error of a 3 x 3 convolution's mean", sizes, "image size", "error", "log")
-    draw(2, "the loss and its bound", bounds, distance, "worst-case loss, square root")
-    draw(3, "what earlier tasks lose", losses, "tasks learned", "worst-case loss added")
     outcome.data = {"proposition 1": asdict(first), "proposition 2": asdict(second), "proposition 3": asdict(third)}
     return outcome

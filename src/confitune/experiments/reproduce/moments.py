@@ -5,7 +5,7 @@ Both are measured while the runs of the ablation go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from confitune.analysis import SavedResult, ShiftRecorder, ShiftResult, TransductiveResult, transductive_accuracy
 from confitune.engine import Listener
-from confitune.experiments.drawing import draw_panels
 from confitune.experiments.place import Place
+from confitune.experiments.plots import draw_panels
 from confitune.experiments.reproduce.outcome import Outcome, picture_name, shown
 from confitune.experiments.reproduce.plan import Part, Scope, by_dataset
 from confitune.experiments.tables import markdown_table
@@ -24,12 +24,6 @@ from confitune.settings import TrainSettings
 from confitune.tasks import TaskSequence
 
 SHIFT, TRANSDUCTIVE = "shift.json", "transductive.json"
-_ERRORS = {  # that are drawn -> their units
-    "mean error, last": "deviations",
-    "variance moved": "log of the ratio",
-    "variance error, last": "log of the ratio",
-}
-
 Saved = TypeVar("Saved", bound=SavedResult)
 
 
@@ -60,7 +54,7 @@ class _AtEnd(Listener):
 
 
 def shift(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
-    """Representational shift per convolution: D1, D2 - D0 and errors of both moments, in the cases of the ablation."""
+    """Representational shift per convolution: D1 and D2 - D0, in the cases of the ablation."""
     outcome = Outcome(what="shift", title="Representational shift")
     for dataset, of_it in by_dataset(parts).items():
         found = {part.method: _saved(part, SHIFT, ShiftResult, outcome) for part in of_it}
@@ -95,7 +89,6 @@ def shift(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         ran = [[p.method, p.form or "-", str(len(found[p.method]))] for p in of_it if p.method in found]
         outcome.tables[f"{dataset}: what was run"] = markdown_table(["method", "Xconv BN", "seeds"], ran)
         _claim_shift(outcome, dataset, d1, added)
-        _add_errors(outcome, scope, dataset, found)
     return outcome
 
 
@@ -118,31 +111,6 @@ def _claim_shift(outcome: Outcome, dataset: str, d1: dict[str, np.ndarray], adde
             text = f"{dataset}: Xconv BN helps most in shallow layers ({xconv} against {plain})"
             measured = f"lower by {100 * shallow:.0f}% in the first half, {100 * deep:.0f}% in the second"
             outcome.claim(text, measured, bool(shallow > deep))
-
-
-def _add_errors(outcome: Outcome, scope: Scope, dataset: str, found: Mapping[str, Sequence[ShiftResult]]) -> None:
-    """Beyond the paper: in which layers the moments that batch norm uses miss the true ones, mean over seeds."""
-    measured: dict[str, dict[str, list[float]]] = {}
-    for method, results in found.items():
-        known = [result.errors for result in results if result.errors]  # older results have none
-        for name in known[0][0] if known else ():
-            by_seed = [[layer[name] for layer in errors] for errors in known]
-            measured.setdefault(method, {})[name] = np.mean(by_seed, 0).tolist()
-    if not measured:
-        return
-    layers = next(iter(found.values()))[0].layers
-    for method, errors in measured.items():
-        rows = [[layer, *(f"{values[i]:.3f}" for values in errors.values())] for i, layer in enumerate(layers)]
-        outcome.tables[f"{dataset}, {method}: used against true moments, after the first task and after the last"] = (
-            markdown_table(["convolution", *errors], rows)
-        )
-    outcome.data[dataset]["moments"] = measured
-    across = [float(place) for place in range(1, len(layers) + 1)]
-    panels = {name: {method: (across, errors[name]) for method, errors in measured.items()} for name in _ERRORS}
-    y = {name: f"{unit}, root mean square over channels" for name, unit in _ERRORS.items()}
-    title = f"{dataset}: the first task's moments after the last task"
-    outcome.pictures.append(picture_name("shift-moments", dataset))
-    draw_panels(panels, scope.out / outcome.pictures[-1], title=title, x="convolution, from the input on", y=y)
 
 
 def transductive(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:

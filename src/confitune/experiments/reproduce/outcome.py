@@ -11,7 +11,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from confitune.engine import RunResult, command_line, versions
-from confitune.errors import ConfituneError
 from confitune.experiments.job import file_name
 from confitune.experiments.paper import Reported
 from confitune.experiments.tables import markdown_table
@@ -146,30 +145,6 @@ def write_outcome(out: Path, outcome: Outcome) -> None:
     record |= {"versions": versions(), "command": command_line()}
     write_whole(out / f"{outcome.what}.json", lambda file: file.write(json.dumps(record, indent=1).encode()))
     write_whole(out / f"{outcome.what}.md", lambda file: file.write(outcome.markdown().encode()))
-
-
-def write_index(out: Path) -> None:
-    """`index.md`: everything that was reproduced in this folder, with counts of verdicts."""
-    rows = []
-    for path in sorted(out.glob("*.json")):
-        try:
-            record = json.loads(path.read_bytes())
-            if "what" in record:
-                rows.append(_index_row(record))
-                "".join(rows[-1]).encode()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfituneError(f"{path} is damaged, or none of these pages: {error!r:.200}; remove it") from error
-    table = markdown_table(["", "inside the paper's interval", "higher", "lower", "claims that hold"], rows)
-    write_whole(out / "index.md", lambda file: file.write(f"# Reproduced\n\n{table}\n".encode()))
-
-
-def _index_row(record: dict[str, Any]) -> list[str]:
-    verdicts = [cell["verdict"] for cell in record["cells"]]
-    claims = [bool(claim["holds"]) for claim in record["claims"] if claim["holds"] is not None]
-    counts = [verdicts.count(verdict) for verdict in ("inside", "higher", "lower")]
-    held = f"{sum(claims)} of {len(claims)}" if claims else "-"
-    told = [str(count) if sum(counts) else "-" for count in counts]
-    return [f"[{record['title']}]({record['what']}.md)", *told, held]
 
 
 def picture_name(what: str, dataset: str) -> str:

@@ -10,7 +10,7 @@ from confitune.experiments.identity import filled, require_same_run
 from confitune.experiments.job import TrainingError
 from confitune.experiments.place import LocalPlace, Place
 from confitune.experiments.reproduce import figures, moments, tables
-from confitune.experiments.reproduce.outcome import Outcome, write_index, write_outcome
+from confitune.experiments.reproduce.outcome import Outcome, write_outcome
 from confitune.experiments.reproduce.plan import ABLATION, Part, Scope, parts_of
 from confitune.experiments.runner import finish_plan, plan_recipe
 from confitune.files import require_writable
@@ -56,7 +56,6 @@ def reproduce(whats: Sequence[str], scope: Scope, *, place: Place | None = None)
         outcome.notes += [note for part, note in failures if part in parts[what]]
         write_outcome(scope.out, outcome)
         outcomes.append(outcome)
-    write_index(scope.out)
     return outcomes
 
 

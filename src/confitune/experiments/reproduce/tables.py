@@ -154,8 +154,6 @@ def search(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             folder = scope.out / "search" / file_name(dataset) / entry.method
             run_search(planned, folder, place=place, resume=True, retrain=False)
             chosen = json.loads((folder / "search.json").read_text())["winner"]
-            if (folder / "search.png").exists():
-                outcome.pictures.append(str((folder / "search.png").relative_to(scope.out)))
             told = entry.chosen.get(dataset)
             paper = "-" if told is None else value_text(told)
             rows.append([dataset, entry.method, planned.place, ", ".join(grid), str(chosen), paper])
