@@ -163,7 +163,7 @@ def learned(
 ) -> list[tuple[str, float, dict[str, Any]]]:
     """Accuracy of each task after the last, and what it was given, by `best` as `learn` uses it."""
     method = create_method("best")
-    settings = TrainSettings(**method.settings, **method.photos, device=device, seed=seed)
+    settings = TrainSettings(**method.training(True, {"device": device, "seed": seed}))
     net = method.network(copy.deepcopy(backbone.module))
     result = SequenceRun(net, TaskSequence("own photos", "clean", tuple(tasks)), method, settings).run()
     if result.fgt:

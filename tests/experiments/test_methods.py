@@ -84,6 +84,8 @@ def test_what_tasks_share(reports):
         "finetune-xconv": "convolutions",
         "task-bn": "convolutions",
         "bn-only": "convolutions, frozen",
+        "first-session": "convolutions",
+        "lora": "convolutions, frozen",
         "linear-probe": "the backbone, frozen",
         "single-task": "nothing",
         "joint": "the backbone",

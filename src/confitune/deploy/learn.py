@@ -204,4 +204,4 @@ def _require_same_network(bundle: Bundle, settings: LearnSettings) -> None:
 
 def _train_settings(settings: LearnSettings, method: Method) -> TrainSettings:
     given = settings.model_fields_set & set(TrainSettings.model_fields)
-    return TrainSettings(**{**method.settings, **method.photos, **settings.model_dump(include=given)})
+    return TrainSettings(**method.training(True, settings.model_dump(include=given)))

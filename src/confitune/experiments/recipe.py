@@ -74,9 +74,9 @@ class Recipe(DataSettings, NetworkSettings, TrainSettings):
         """Settings of the run with this seed: what is given, else the method's own, else the dataset's defaults."""
         info = dataset_info(self.dataset)
         given = {name: getattr(self, name) for name in self.model_fields_set & set(TrainSettings.model_fields)}
-        chosen = self.method(method) if method else None
-        own = {} if chosen is None else {**chosen.settings, **(chosen.photos if info.name == "folder" else {})}
-        return TrainSettings(**{"epochs": info.epochs, "batch_size": info.batch_size, **own, **given, "seed": seed})
+        if method:
+            given = self.method(method).training(info.name == "folder", given)
+        return TrainSettings(**{"epochs": info.epochs, "batch_size": info.batch_size, **given, "seed": seed})
 
     def identity(self, method: str, seed: int, weights_sha256: str) -> dict[str, Any]:
         """What determines a run's result: compared before a result is taken for this run's."""

@@ -159,6 +159,13 @@ class Method:
         """All that take part in a step: the method itself, and those that it is combined with."""
         return (self, *self.added)
 
+    def training(self, photos: bool, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of `TrainSettings`: what is given, else what it trains with, on people's own photos or not."""
+        own = {**self.settings, **(self.photos if photos else {})}
+        if "epochs" in given:  # who says how many wants no more
+            own.pop("min_steps", None)
+        return {**own, **given}
+
     def network(self, backbone: nn.Module, **arguments: Any) -> ContinualNet:
         """The network that this method trains, made of a backbone; arguments are those of `ContinualNet`."""
         return ContinualNet(backbone, self.parts(), **arguments)
