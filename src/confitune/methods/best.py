@@ -5,8 +5,8 @@ trained with the moments of pre-training (what wins with few photos); the same w
 where images are far from those of pre-training). All are judged on training images that were left out. Heads on the
 features that each start gives say with which moments, and from which norms and changes, training starts. It runs in the
 stages of hierarchical fine-tuning (ConFiT, sec. 3.3), the changes in place of the weights, for the larger part of the
-epochs without a fifth of the images. If the head is then better on them by more than a standard error, the head stays;
-else the rest of the epochs learns them, too.
+epochs without a fifth of the images. Where it is then better on them than the head, the rest of the epochs learns them,
+too; else the head stays.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Best(Method):
         choice = self.choices[net.current_task]
         choice |= {"held_out": len(held), "trained": trained, "head": alone, "gain": more, "standard_error": error}
         words = f"held-out {trained:.1f}%; head alone {alone:.1f}%"
-        if more + error < 1e-6:  # training that learned all images is better than this by what the held-out ones tell
+        if more <= 0:
             return self._settle(context, head, words)
         norms = "own batch norms" if self._own else "own scales and shifts of norms"
         start = "" if choice["start"] == "pre-training" else f", from {choice['start']}"
