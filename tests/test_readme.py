@@ -23,7 +23,7 @@ def _without_headings(text: str) -> str:
 
 
 def test_there_are_tables_and_every_link_leads_somewhere() -> None:
-    assert len(BLOCKS) == 16
+    assert len(BLOCKS) == 14
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
