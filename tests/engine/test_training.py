@@ -72,7 +72,7 @@ def test_finetune_is_sgd_on_the_cross_entropy(make_fit, make_method, make_net, s
             logits = model(x)
             loss = cross_entropy(logits, labels)
             gradients = torch.autograd.grad(loss, parameters)
-            lr = settings.lr * settings.lr_factor(step // steps)
+            lr = settings.lr * settings.lr_factor(step / steps)
             norm = torch.stack([g.norm() for g in gradients]).norm()
             norms.append(norm.item())
             if settings.clip_norm:

@@ -26,7 +26,7 @@ def stages(method):
 def test_every_method_is_described():
     ours = {name: kind for name, kind in METHODS.items() if kind.__module__.startswith("confitune.methods.")}
     assert set(ours) == {
-        *("finetune", "linear-probe", "single-task", "joint", "bn-only", "task-bn"),
+        *("finetune", "linear-probe", "single-task", "joint", "bn-only", "task-bn", "first-session", "lora"),
         *("confit", "hierarchical", "finetune-xconv", "best", "ccll"),
         *ADDED,
     }
@@ -36,7 +36,7 @@ def test_every_method_is_described():
         assert method.summary
         assert method.cost
         assert all(field.description for field in method.Options.model_fields.values())
-        assert set(method.settings) <= set(TrainSettings.model_fields)
+        assert {*method.settings, *method.photos} <= set(TrainSettings.model_fields)
         assert method.is_base() == (name not in ADDED)
         assert method.reference or name not in ADDED
 
@@ -54,7 +54,8 @@ OWN = "Norms(affine, own moments, from previous)"
         ("finetune-xconv", [XCONV, "Head"]),
         ("task-bn", [OWN, "Head"]),
         ("bn-only", [OWN, "Head"]),
-        ("best", [OWN, "Deltas(1)", "Head"]),
+        ("best", ["Norms(affine, pretrained moments, from previous)", "Moments", "Deltas(1, from previous)", "Head"]),
+        ("lora", ["Norms(pretrained moments, from previous)", "Deltas(4, from random)", "Head"]),
         ("linear-probe", ["Norms(pretrained moments, from previous)", "Head"]),
         ("ccll", ["Norms(affine, own moments, from pretrained)", "Calibrations(random)", "Head"]),
         ("ewc", ["Head"]),
@@ -210,8 +211,8 @@ def test_options_reach_the_parts(name):
         ("afec", {"form": "last"}, ["options of afec", "'first' or 'alternating'"]),
         ("confit", {"means": "all"}, ["options of confit", "'window' or 'phase'"]),
         ("ccll", {"start": "zero"}, ["options of ccll", "start"]),
-        ("best", {"image": 3}, ["options of best", "image", "there are: rank, batches, worse, most, images"]),
-        ("best", {"images": 1}, ["options of best", "images", "greater than or equal to 2"]),
+        ("best", {"image": 3}, ["options of best", "image", "there are: rank, owns"]),
+        ("best", {"rank": 0}, ["options of best", "rank", "greater than or equal to 1"]),
         ("finetune", {"lr": 1}, ["options of finetune", "lr", "there are: none"]),
     ],
 )
