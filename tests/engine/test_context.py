@@ -140,3 +140,9 @@ def test_a_note_names_the_task(begun):
     notes = Notes()
     begun(listener=notes).note("so it is")
     assert notes.notes == ["task 'dark': so it is"]
+
+
+def test_few_images_get_more_epochs_where_steps_are_asked_for(begun):
+    assert begun(epochs=3).epochs == 3
+    assert begun(epochs=3, min_steps=10).epochs == 3  # 5 an epoch
+    assert begun(epochs=3, min_steps=16).epochs == 4
