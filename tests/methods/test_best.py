@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 
 from confitune.engine import Checkpoint, CsvLog, Listener, LiveProgress, RunResult, TaskFit, Turns, evaluate, fit
-from confitune.methods import METHODS, create_method, hierarchical
+from confitune.methods import best as best_file
+from confitune.methods import create_method, hierarchical
 from confitune.methods.linear import fit_linear, folds_of
 
 HEAD, CHANGES, ALL = ("head",), ("norms", "deltas", "head"), ("norms", "moments", "deltas", "head")
@@ -44,14 +45,14 @@ def mixed(make_task, tasks):
 @pytest.fixture
 def heads(monkeypatch):
     """Let heads be right about left-out images of some tasks always, and of others never."""
-    plain = METHODS["best"]._linear
+    plain = best_file.fit_head
 
     def set_right(*good):
-        def linear(self, context):
-            found = plain(self, context)
+        def linear(context):
+            found = plain(context)
             return replace(found, right=torch.full_like(found.right, context.net.current_task in good))
 
-        monkeypatch.setattr(METHODS["best"], "_linear", linear)
+        monkeypatch.setattr(best_file, "fit_head", linear)
 
     return set_right
 
@@ -156,15 +157,15 @@ def test_training_that_beats_the_head_learns_the_held_out_images_at_last(make_ne
 
 def test_training_that_does_not_beat_the_head_is_undone(make_net, tasks, make_settings, monkeypatch):
     """Two images wrong are reason enough to try; on the held-out ones the head has none wrong."""
-    plain = METHODS["best"]._linear
+    plain = best_file.fit_head
 
-    def linear(self, context):
-        found, folds = plain(self, context), self._folds(context)
+    def linear(context):
+        found = plain(context)
         right = torch.ones_like(found.right)
-        right[(folds != 0).nonzero()[:2]] = False
+        right[(found.folds != 0).nonzero()[:2]] = False
         return replace(found, right=right)
 
-    monkeypatch.setattr(METHODS["best"], "_linear", linear)
+    monkeypatch.setattr(best_file, "fit_head", linear)
     net, hears, method = make_net("best"), Hears(), create_method("best")
     before = copy.deepcopy(net.backbone.state_dict())
     fit(net, tasks[0], method, make_settings(epochs=5), hears)
@@ -177,14 +178,14 @@ def test_training_that_does_not_beat_the_head_is_undone(make_net, tasks, make_se
 
 @pytest.mark.parametrize("better", [True, False])
 def test_own_moments_are_kept_where_heads_on_them_are_better(make_net, tasks, make_settings, monkeypatch, better):
-    plain = METHODS["best"]._linear
+    plain = best_file.fit_head
 
-    def linear(self, context):
-        found = plain(self, context)
+    def linear(context):
+        found = plain(context)
         own = any(norm.training for norm in context.net.backbone.modules() if isinstance(norm, torch.nn.BatchNorm2d))
         return replace(found, right=torch.full_like(found.right, own and better))
 
-    monkeypatch.setattr(METHODS["best"], "_linear", linear)
+    monkeypatch.setattr(best_file, "fit_head", linear)
     net, method = make_net("best"), create_method("best")
     start = net.backbone.state_dict()["1.running_mean"].clone()
     for task in tasks[:2]:

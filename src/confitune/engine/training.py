@@ -226,7 +226,7 @@ class TaskFit:
 
     def _train_epoch(self, stage: Stage, epoch: int) -> None:
         settings, steps = self.settings, self.steps_an_epoch
-        self._set_lr(epoch)
+        lr = self._set_lr(epoch)
         # Everything random in an epoch comes from its own seeds, so an epoch can be repeated without what came before.
         torch.manual_seed(derived_seed(settings.seed, "epoch", self.index, epoch))
         chance = derived_generator(settings.seed, "augment", self.index, epoch)
@@ -250,7 +250,7 @@ class TaskFit:
             readings.put(step, outcome)
             self.listener.step_done(step + 1, steps)
         readings.close(self.net.parameters())
-        self._under_way.append(_Epoch(stage, epoch, self._set_lr(epoch), images, readings))
+        self._under_way.append(_Epoch(stage, epoch, lr, images, readings))
         # A GPU's numbers are read when it is an epoch further, so that it never waits for Python.
         self.report(all_but=1 if self.device.type == "cuda" else 0)
 

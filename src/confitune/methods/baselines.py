@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from pydantic import Field
 
-from confitune.methods.linear import fit_linear, folds_of
+from confitune.methods.linear import fit_head
 from confitune.methods.method import Method, Options, TaskContext
 from confitune.methods.stages import Stage, head_only, head_then_norms, hierarchical
 from confitune.nn import Deltas, Head, Norms, Part
@@ -40,9 +39,7 @@ class LinearProbe(Method):
             return False
         net = context.net
         with net.evaluating():
-            features = context.features(torch.arange(context.images))
-        classes = len(net.tasks[net.current_task].classes)
-        fit = fit_linear(features, context.labels, classes, folds_of(context.labels.cpu(), context.seed))
+            fit = fit_head(context)
         net.head.put(fit.weight, fit.bias)
         net.finish_task()
         return True

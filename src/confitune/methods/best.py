@@ -17,9 +17,8 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
-from confitune.methods.linear import FOLDS, LinearFit, fit_linear, folds_of, gain
+from confitune.methods.linear import FOLDS, LinearFit, fit_head, gain
 from confitune.methods.method import Method, Options, TaskContext
 from confitune.methods.stages import Stage, hierarchical
 from confitune.nn import ContinualNet, Deltas, Head, Moments, Norms, Part
@@ -107,18 +106,18 @@ class Best(Method):
         net = context.net
         starts = {("pre-training", False): self._head(context)}
         with net.as_pretrained(), net.at_batch_moments():
-            starts["pre-training", True] = self._linear(context)
+            starts["pre-training", True] = fit_head(context)
         if any("deltas" in entry.owns for entry in net.tasks.values() if entry.finished):
             with net.as_pretrained(["moments"]):
-                starts["the task before", False] = self._linear(context)
+                starts["the task before", False] = fit_head(context)
             with net.at_batch_moments():
-                starts["the task before", True] = self._linear(context)
+                starts["the task before", True] = fit_head(context)
         return starts
 
     def _decide(self, context: TaskContext) -> bool:
         """Compare what was trained with the head on images that neither has seen; finish the task if the head wins."""
         net, head = context.net, self._head(context)
-        held = (self._folds(context) == 0).nonzero().flatten()
+        held = (head.folds == 0).nonzero().flatten()
         labels, before = (values[held.to(values.device)] for values in (context.labels, head.right))
         with net.evaluating():
             right = net.head(context.features(held)).argmax(1) == labels
@@ -153,7 +152,7 @@ class Best(Method):
         choice = self.choices.get(context.net.current_task, {})
         self._use_moments(context.net, choice.get("own_moments", self._own))
         every = torch.arange(context.images)
-        context.train_on(every if epoch >= self._alone(context.epochs) else every[self._folds(context) != 0])
+        context.train_on(every if epoch >= self._alone(context.epochs) else every[self._head(context).folds != 0])
         deltas = context.net.parts["deltas"]
         assert isinstance(deltas, Deltas)
         first = sum(stage.epochs for stage in self.stages(context.epochs, context.index)[:-1])
@@ -174,16 +173,8 @@ class Best(Method):
         """Fitted to pre-trained features of all images."""
         if self._fit is None or self._fit[0] != context.index:
             with context.net.as_pretrained():
-                self._fit = context.index, self._linear(context)
+                self._fit = context.index, fit_head(context)
         return self._fit[1]
-
-    def _linear(self, context: TaskContext) -> LinearFit:
-        net, every = context.net, torch.arange(context.images)
-        classes = len(net.tasks[net.current_task].classes)
-        return fit_linear(context.features(every), context.labels, classes, self._folds(context))
-
-    def _folds(self, context: TaskContext) -> Tensor:
-        return folds_of(context.labels.cpu(), context.seed)
 
     def _use_moments(self, net: ContinualNet, own: bool) -> None:
         moments = net.parts["moments"]

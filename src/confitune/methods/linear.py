@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
+from confitune.methods.method import TaskContext
+
 FOLDS = 5
 _DECAYS = (1e-4, 1e-3, 1e-2)  # of weights, for features of unit spread
 _STEPS = 100
@@ -23,12 +25,21 @@ class LinearFit:
         bias: [K].
         right: [N], whether an image is told right by the fit without its fold.
         loss: mean cross-entropy of images in the fits without their folds.
+        folds: [N], the fold of each image, on the CPU.
     """
 
     weight: Tensor
     bias: Tensor
     right: Tensor
     loss: float
+    folds: Tensor
+
+
+def fit_head(context: TaskContext) -> LinearFit:
+    """Fitted to the features that the network, as it is, gives of the task's images; folds are drawn by its seed."""
+    classes = len(context.net.tasks[context.net.current_task].classes)
+    features = context.features(torch.arange(context.images))
+    return fit_linear(features, context.labels, classes, folds_of(context.labels.cpu(), context.seed))
 
 
 def folds_of(labels: Tensor, seed: int) -> Tensor:
@@ -50,7 +61,7 @@ def folds_of(labels: Tensor, seed: int) -> Tensor:
 def fit_linear(features: Tensor, labels: Tensor, classes: int, folds: Tensor) -> LinearFit:
     """Fit features [N, F] with every strength, with all images and without each fold, and keep the best strength.
 
-    All fits are one computation that nothing waits for. Along principal components z_j of the features the curvature of
+    All fits are one computation. Along principal components z_j of the features the curvature of
     the loss is at most half their second moment (Boehning 1992), so accelerated gradient descent (FISTA, with restarts)
     takes steps of that size along each, and a hundred are enough.
 
@@ -60,14 +71,14 @@ def fit_linear(features: Tensor, labels: Tensor, classes: int, folds: Tensor) ->
     (tensor([0, 1]), [True, True, True, True])
     """
     device, images = features.device, len(features)
-    folds, labels = folds.to(device), labels.to(device)
+    fold, labels = folds.to(device), labels.to(device)
     centre, x = features.float().mean(0), features.float()
     x = x - centre
     spread = x.square().sum(1).mean().sqrt().clamp_min(torch.finfo(x.dtype).tiny)
     axes, moments = _principal(x / spread)
     z = torch.cat([x / spread @ axes, x.new_ones(images, 1)], 1)
     moments = torch.cat([moments, moments.new_ones(1)])
-    used = torch.cat([x.new_ones(1, images), (folds != torch.arange(FOLDS, device=device)[:, None]).to(x.dtype)])
+    used = torch.cat([x.new_ones(1, images), (fold != torch.arange(FOLDS, device=device)[:, None]).to(x.dtype)])
     used = (used / used.sum(1, keepdim=True).clamp_min(1)).repeat(len(_DECAYS), 1)  # [P, N], P fits
     decays = torch.tensor(_DECAYS, device=device).repeat_interleave(FOLDS + 1)[:, None, None]
     penalty = decays * torch.cat([x.new_ones(len(moments) - 1), x.new_zeros(1)])  # [P, 1, F]; none of the bias
@@ -87,14 +98,14 @@ def fit_linear(features: Tensor, labels: Tensor, classes: int, folds: Tensor) ->
         faster = (1 + (1 + 4 * pace.square()).sqrt()) / 2
         weight, ahead, pace = moved, moved + (pace - 1) / faster * change, faster
     logits = torch.einsum("nf,pkf->npk", z, weight).unflatten(1, (len(_DECAYS), FOLDS + 1))
-    left_out = logits[torch.arange(images, device=device), :, folds + 1].transpose(0, 1)  # [decays, N, K]
+    left_out = logits[torch.arange(images, device=device), :, fold + 1].transpose(0, 1)  # [decays, N, K]
     losses = torch.stack([cross_entropy(of_decay, labels) for of_decay in left_out])
     best = int(losses.argmin())
     scaled = weight[best * (FOLDS + 1)]
     weight = scaled[:, :-1] @ axes.T / spread
     bias = scaled[:, -1] - weight @ centre
     right = left_out[best].argmax(1) == labels
-    return LinearFit(weight, bias, right, float(losses[best]))
+    return LinearFit(weight, bias, right, float(losses[best]), folds)
 
 
 def _principal(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -301,7 +301,7 @@ class ContinualNet(nn.Module):
         self._store_current()
         try:
             self.start_pretrained(only)
-            with self._in_mode(training=False), torch.no_grad():
+            with self.evaluating():
                 yield
         finally:
             self._bank.load(self.tasks[self.current_task])
@@ -317,7 +317,7 @@ class ContinualNet(nn.Module):
         """Within, in evaluation mode, but batch norms use the moments of the batch at hand and keep nothing of them."""
         norms = batch_norms(self.backbone)
         before = [norm.track_running_stats for norm in norms]
-        with self._in_mode(training=False), torch.no_grad():
+        with self.evaluating():
             try:
                 for norm in norms:
                     norm.training, norm.track_running_stats = True, False

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from confitune.nn.pairing import Flow
-from confitune.nn.parts.norms import batch_norms
-from confitune.nn.parts.part import Part, split_row
+from confitune.nn.parts.norms import norm_layers
+from confitune.nn.parts.part import Part
 
 
 class Moments(Part):
@@ -30,30 +29,24 @@ class Moments(Part):
     def __init__(self) -> None:
         super().__init__()
         self.own = True
-        self._layers: list[nn.Module] = []  # not registered: they are the backbone's
-        self._names: dict[nn.Module, str] = {}
+        self.layers: dict[str, nn.Module] = {}  # not registered: they are the backbone's
 
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
-        self._layers = [norm for norm in batch_norms(backbone) if norm.running_mean is not None]
-        self._names = {module: name for name, module in backbone.named_modules()}
-        row = [tensor.reshape(-1) for tensor in self.live(False).values()]
-        self.register_buffer("row", torch.cat(row) if row else torch.empty(0))
+        norms = norm_layers(backbone).items()
+        self.layers = {name: norm for name, norm in norms if getattr(norm, "running_mean", None) is not None}
+        self.keep_pretrained_row()
 
     def live(self, finished: bool) -> dict[str, Tensor]:
         return {
-            f"{self._names[layer]}.{field}": layer.get_buffer(field)
-            for layer in self._layers
+            f"{name}.{field}": layer.get_buffer(field)
+            for name, layer in self.layers.items()
             for field in ("running_var", "running_mean")
         }
-
-    def pretrained(self) -> dict[str, Tensor]:
-        live = self.live(False)
-        return dict(zip(live, split_row(self.get_buffer("row"), [t.shape for t in live.values()]), strict=True))
 
     def train(self, mode: bool = True) -> Moments:
         """As in torch; batch norms of a task without own moments stay in evaluation mode."""
         super().train(mode)
-        for layer in self._layers:
+        for layer in self.layers.values():
             layer.train(mode and self.own)
         return self
 

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.errors import ConfituneError
 from confitune.nn.pairing import Flow
-from confitune.nn.parts.part import Part, split_row
+from confitune.nn.parts.part import Part
 
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -76,7 +76,7 @@ class Norms(Part):
                 "or a method such as finetune"
             )
         if self.keep_pretrained:
-            self.register_buffer("row", torch.cat([tensor.reshape(-1) for tensor in self.live(False).values()]))
+            self.keep_pretrained_row()
 
     def live(self, finished: bool) -> dict[str, Tensor]:
         found = {}
@@ -89,12 +89,6 @@ class Norms(Part):
                 if isinstance(tensor, Tensor):
                     found[f"{name}.{field}"] = tensor.detach()
         return found
-
-    def pretrained(self) -> dict[str, Tensor]:
-        if not self.keep_pretrained:
-            return {}
-        live = self.live(False)
-        return dict(zip(live, split_row(self.get_buffer("row"), [t.shape for t in live.values()]), strict=True))
 
     @torch.no_grad()
     def start(self, generator: torch.Generator | None) -> None:

@@ -63,9 +63,18 @@ class Part(nn.Module):
     def restore(self, facts: Facts) -> None:
         """The live tensors have become those of another task, with these facts (no facts of a part it lacks)."""
 
+    def keep_pretrained_row(self) -> None:
+        """Keep the live tensors, which are those of pre-training, for tasks that do not own this part."""
+        row = [tensor.reshape(-1) for tensor in self.live(False).values()]
+        self.register_buffer("row", torch.cat(row) if row else torch.empty(0))
+
     def pretrained(self) -> dict[str, Tensor]:
         """What pre-training left of the live tensors, where that is kept for tasks that do not own this part."""
-        return {}
+        row = self._buffers.get("row")
+        if row is None:
+            return {}
+        live = self.live(False)
+        return dict(zip(live, split_row(row, [tensor.shape for tensor in live.values()]), strict=True))
 
     def start(self, generator: torch.Generator | None) -> None:
         """Bring the live tensors, which are the last task's, to what a new task starts from."""
