@@ -6,7 +6,8 @@ network for every task, plainly fine-tuned.
 
 Tasks are learned one after the other, as `confitune learn` does it with its defaults, in the order given and in the
 reverse. Of folders all three use the same training images (a fifth is held out, as `learn` does) and are tested on the
-new photos; of a dataset, its own test images. Prints accuracy by task and what `best` chose.
+new photos; of a dataset, its own test images. Prints accuracy by task of all three, and of the
+candidates that `best` chooses among.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from confitune.engine import SequenceRun, place
+from confitune.engine import SequenceRun, Turns, library_switches, place
 from confitune.methods import create_method
 from confitune.nn import Backbone, create_backbone
 from confitune.settings import TrainSettings
 from confitune.tasks import Images, Task, TaskSequence, load_folder_task, load_tasks
 
 _BATCH = 32
+_CANDIDATES = ("head", "changes", "moments")
 Scores = dict[str, list[float]]
 
 
@@ -55,21 +57,22 @@ def main() -> None:
     device = TrainSettings(device=options.device).torch_device()
     backbone = create_backbone(options.model, options.weights)
     tasks = place(TaskSequence("own photos", "clean", tuple(the_tasks(options, backbone))), device).tasks
-    scores: dict[str, Scores] = {
-        name: {task.name: [] for task in tasks} for name in ("regression", "fine-tuned", "best")
-    }
+    names = ("regression", "fine-tuned", "best", *(f"best, {owns}" for owns in _CANDIDATES))
+    scores: dict[str, Scores] = {name: {task.name: [] for task in tasks} for name in names}
     chosen: list[dict[str, Any]] = []
     for task in tasks:
         scores["regression"][task.name].append(regression(backbone, task, device))
         for seed in range(options.seeds):
             scores["fine-tuned"][task.name].append(fine_tuned(backbone, task, device, seed))
+    runs = [(order, seed) for order in (tasks, tasks[::-1])[: options.orders] for seed in range(options.seeds)]
     began = time.perf_counter()
-    for order in (tasks, tasks[::-1])[: options.orders]:
-        for seed in range(options.seeds):
-            for name, accuracy, choice in learned(backbone, order, options.device, seed):
-                scores["best"][name].append(accuracy)
-                chosen.append({"task": name, "order": [task.name for task in order], "seed": seed, **choice})
-    seconds = (time.perf_counter() - began) / (options.orders * options.seeds * len(tasks))
+    for name, accuracy, choice in learned(backbone, runs, options.device):
+        scores["best"][name].append(accuracy)
+        chosen.append({"task": name, **choice})
+    seconds = (time.perf_counter() - began) / (len(runs) * len(tasks))
+    for owns in _CANDIDATES:
+        for name, accuracy, _ in learned(backbone, runs, options.device, owns):
+            scores[f"best, {owns}"][name].append(accuracy)
     means = {name: {task: statistics.mean(of_task) for task, of_task in by.items()} for name, by in scores.items()}
     show(means, chosen, seconds)
     numbers = {
@@ -159,29 +162,39 @@ def fine_tuned(backbone: Backbone, task: Task, device: torch.device, seed: int) 
 
 
 def learned(
-    backbone: Backbone, tasks: Sequence[Task], device: str, seed: int
+    backbone: Backbone, runs: Sequence[tuple[Sequence[Task], int]], device: str, owns: str = "chosen"
 ) -> list[tuple[str, float, dict[str, Any]]]:
-    """Accuracy of each task after the last, and what it was given, by `best` as `learn` uses it."""
-    method = create_method("best")
-    settings = TrainSettings(**method.training(True, {"device": device, "seed": seed}))
-    net = method.network(copy.deepcopy(backbone.module))
-    result = SequenceRun(net, TaskSequence("own photos", "clean", tuple(tasks)), method, settings).run()
-    if result.fgt:
-        raise SystemExit(f"earlier tasks changed: {result.accuracy_matrix}")
-    found = zip(tasks, result.accuracy_matrix, strict=True)
-    return [
-        (task.name, float(row[-1]), {"owns": net.tasks[task.name].owns, **method.choices.get(task.name, {})})
-        for task, row in found
-    ]
+    """Accuracy of each task after the last, and what it was given, by `best` as `learn` uses it; a run for each order
+    of tasks and seed, on a GPU side by side."""
+    fits = []
+    turns = Turns(len(runs), apart=1)
+    for turn, (tasks, seed) in enumerate(runs):
+        method = create_method("best", {"best": {"owns": owns}})
+        settings = TrainSettings(**method.training(True, {"device": device, "seed": seed}))
+        net = method.network(copy.deepcopy(backbone.module))
+        sequence = TaskSequence("own photos", "clean", tuple(tasks))
+        fits.append(SequenceRun(net, sequence, method, settings, listeners=(turns.listener(turn),)))
+    where = settings.torch_device()
+    with library_switches(settings, settings.step_mode(where)):
+        todo = [fit.run for fit in fits]
+        results = turns.run(todo) if where.type == "cuda" else [run() for run in todo]
+    found = []
+    for (tasks, seed), fit, result in zip(runs, fits, results, strict=True):
+        if result.fgt:
+            raise SystemExit(f"earlier tasks changed: {result.accuracy_matrix}")
+        for task, row in zip(tasks, result.accuracy_matrix, strict=True):
+            chosen = {"owns": fit.net.tasks[task.name].owns, **fit.method.choices.get(task.name, {})}
+            found.append((task.name, float(row[-1] or 0), {"order": [t.name for t in tasks], "seed": seed, **chosen}))
+    return found
 
 
 def show(means: dict[str, dict[str, float]], chosen: list[dict[str, Any]], seconds: float) -> None:
     """A line for each task."""
-    print(f"{'':24}" + "".join(f"{name:>12}" for name in means) + "   of best's runs only a head")
+    print(f"{'':24}" + "".join(f"{name:>15}" for name in means) + "   of best's runs only a head")
     for task in means["best"]:
         heads = [choice["owns"] == ("head",) for choice in chosen if choice["task"] == task]
-        print(f"{task:24}" + "".join(f"{by[task]:12.1f}" for by in means.values()) + f"   {sum(heads)} of {len(heads)}")
-    print(f"{'mean':24}" + "".join(f"{statistics.mean(by.values()):12.1f}" for by in means.values()))
+        print(f"{task:24}" + "".join(f"{by[task]:15.1f}" for by in means.values()) + f"   {sum(heads)} of {len(heads)}")
+    print(f"{'mean':24}" + "".join(f"{statistics.mean(by.values()):15.1f}" for by in means.values()))
     print(f"best: {seconds:.1f} s a task")
 
 

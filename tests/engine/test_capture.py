@@ -1,5 +1,6 @@
 """How steps are run where there is no GPU: directly or compiled; and what torch is told meanwhile."""
 
+import copy
 import os
 import shutil
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from torch import nn
 from confitune.engine import Executor, Listener, TrainSettings, fit, library_switches
 from confitune.engine.capture import _compiled as compile_backbone
 from confitune.engine.capture import _Drawing
+from confitune.engine.training import TaskFit
 from confitune.errors import ConfituneError
 from confitune.methods import METHODS, Method, create_method
 from confitune.tasks import TaskSequence
@@ -440,7 +442,22 @@ def test_methods_say_no_more_than_what_tensors_hold_in_their_kind(make_fit, make
         smaller.kind(everything, True, 1),
     }
     assert len(kinds) == 4
-    # Momentum and Adam keep tensors that are made anew for each task.
-    for options in ({"momentum": 0.9}, {"optimizer": "adam"}):
-        step = fitting(make_task("dark"), 0, **options).step
-        assert step.kind(everything, True, 0) != step.kind(everything, True, 1)
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"optimizer": "adam"}, {"optimizer": "adamw"}])
+def test_the_state_of_optimizers_stays_where_it_is(make_net, make_task, options):
+    """So that captured steps serve later tasks; each task finds it at zero, also after one was resumed."""
+    settings = TrainSettings(epochs=2, batch_size=8, device="cpu", **options)
+    executor = Executor(make_net("confit"), settings)
+    before = None
+    for name in ("dark", "minus"):
+        fit = TaskFit(executor, make_task(name), create_method("confit"))
+        state = fit.optimizer.state
+        assert not any(values.any() for of_parameter in state.values() for values in of_parameter.values())
+        fit.fit()
+        assert any(values.any() for of_parameter in state.values() for values in of_parameter.values())
+        saved = copy.deepcopy(fit.state_dict())
+        fit.load_state_dict(saved)
+        where = [values.data_ptr() for of_parameter in fit.optimizer.state.values() for values in of_parameter.values()]
+        assert before in (None, where)
+        before = where

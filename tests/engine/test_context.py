@@ -126,14 +126,16 @@ def test_features_are_those_of_the_images_asked_for(begun, monkeypatch, at_once)
         torch.testing.assert_close(found, context.net.backbone(stored(context, order)), rtol=1e-5, atol=1e-6)
 
 
-def test_features_are_taken_in_parts_of_nearly_one_size(begun, monkeypatch):
-    """Of batch moments every part has its own: a last part of one image would have none."""
-    monkeypatch.setattr("confitune.engine.training._AT_ONCE", 15)
+def test_features_are_taken_in_batches_of_few_sizes(begun, monkeypatch):
+    """A GPU's libraries choose algorithms for each size; and a last batch of one image would have no moments."""
     context, sizes = begun(), []
     context.net.backbone.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
-    with context.net.at_batch_moments():
-        context.features(torch.arange(46))
-    assert sizes == [12, 12, 11, 11]
+    for at_once, images, expected in ((256, 46, [48]), (256, 5, [16]), (20, 46, [16] * 3), (40, 46, [32] * 2)):
+        monkeypatch.setattr("confitune.engine.training._AT_ONCE", at_once)
+        with context.net.at_batch_moments():
+            assert context.features(torch.arange(images)).shape == (images, 16)
+        assert sizes == expected
+        sizes.clear()
 
 
 def test_a_note_names_the_task(begun):

@@ -54,8 +54,11 @@ OWN = "Norms(affine, own moments, from previous)"
         ("finetune-xconv", [XCONV, "Head"]),
         ("task-bn", [OWN, "Head"]),
         ("bn-only", [OWN, "Head"]),
-        ("best", ["Norms(affine, pretrained moments, from previous)", "Moments", "Deltas(1, from previous)", "Head"]),
-        ("lora", ["Norms(pretrained moments, from previous)", "Deltas(4, from random)", "Head"]),
+        (
+            "best",
+            ["Norms(affine, pretrained moments, from previous)", "Moments", "Deltas(any rank, from previous)", "Head"],
+        ),
+        ("lora", ["Norms(pretrained moments, from previous)", "Deltas(4, whole, from random)", "Head"]),
         ("linear-probe", ["Norms(pretrained moments, from previous)", "Head"]),
         ("ccll", ["Norms(affine, own moments, from pretrained)", "Calibrations(random)", "Head"]),
         ("ewc", ["Head"]),

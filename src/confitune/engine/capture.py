@@ -2,7 +2,7 @@
 of some 300 kernels cost nothing from then on.
 
 A replay does what was captured on the tensors that were there then. So whatever a step reads or writes lives at a fixed
-address: the network's live slot, the captured inputs and outputs here, the learning rate.
+address: the network's live slot, the optimizer's state, the captured inputs and outputs here, the learning rate.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from confitune.engine.events import Listener
+from confitune.engine.optimizer import Optimizers
 from confitune.nn import ContinualNet
 from confitune.settings import TrainSettings
 
@@ -59,6 +60,7 @@ class Executor:
         net.to(self.device).to(memory_format=torch.channels_last)
         self._lrs: dict[float, Tensor] = {}  # by factor; on a GPU at addresses that captured steps rely on
         self._lr = settings.lr
+        self.optimizers = Optimizers(settings, self.device)
         # One for good: libraries keep tens of megabytes for every stream they have seen.
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()  # the one replayed last is the last

@@ -92,10 +92,9 @@ class TrainStep:
             tracking: whether input statistics are taken.
             index: of the task; a method whose tensors move between tasks makes each its own kind.
         """
-        stateless = type(self.optimizer) is torch.optim.SGD and not self.settings.momentum
         of_hooks = tuple(hook.captured_kind(index) for hook in self.hooks)
         task = (len(self.task.classes), self.task.groups, self.task.preprocess)
-        return (trains, tracking, task, of_hooks, None if stateless else index)
+        return (trains, tracking, task, of_hooks)
 
     def _autocast(self, dtype: torch.dtype = torch.bfloat16) -> torch.autocast:
         # Without its cache of cast weights, which would outlive the step that it was captured in.

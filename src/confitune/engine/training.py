@@ -26,6 +26,7 @@ from confitune.settings import TrainSettings
 from confitune.tasks import Task
 
 _AT_ONCE = 256  # images whose features are taken
+_ROUND = 16  # sizes of their batches are multiples of it: for each new one a GPU's libraries choose algorithms anew
 
 
 def fit(
@@ -129,7 +130,7 @@ class TaskFit:
         net.set_task(task.name)
         self.stages = method.stages(self.epochs, self.index)
         trained = frozenset(name for stage in self.stages for name in stage.trains)
-        self.optimizer = _optimizer(net, trained, method, settings, executor)
+        self.optimizer = executor.optimizers.make(_grouped(net, trained, method, executor))
         self.step = TrainStep(net, task, self.hooks, self.optimizer, self.settings, self.device, executor.features)
         self._under_way: deque[_Epoch] = deque()
 
@@ -203,8 +204,7 @@ class TaskFit:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self.epoch, self.is_new = state["epoch"], state["is_new"]
-        # Its options are this machine's: a run may go on where there is no GPU.
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state["optimizer"]})
+        self.executor.optimizers.load(self.optimizer, state["optimizer"])
 
     # ---- epochs ----------------------------------------------------------------------------------------------------
 
@@ -356,13 +356,15 @@ class TaskFit:
         self._used = positions
 
     def features(self, positions: Tensor) -> Tensor:
-        """Of the training images at these positions, in equal parts whatever the settings are, at random."""
+        """Of the training images at these positions, in random batches of one size, whatever the settings are."""
         order = torch.randperm(len(positions), generator=derived_generator(self.settings.seed, "features", self.index))
+        count = math.ceil(len(positions) / _AT_ONCE)
+        size = _ROUND * math.ceil(len(positions) / count / _ROUND)
+        filled = order.repeat(math.ceil(count * size / len(order)))[: count * size]  # the last batch from the start
         found = []
-        for part in positions[order].tensor_split(math.ceil(len(positions) / _AT_ONCE)):
-            for pixels, _ in batches(self.task.train, len(part), self.device, part):
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.bf16(self.device)):
-                    found.append(self.net.features(self.task.inputs(pixels)).float())
+        for pixels, _ in batches(self.task.train, size, self.device, positions[filled]):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.bf16(self.device)):
+                found.append(self.net.features(self.task.inputs(pixels)).float())
         return torch.cat(found)[to_device(order.argsort(), self.device)]
 
     def gradients(self, parameters: Sequence[Tensor], batches: int) -> list[Tensor]:
@@ -388,23 +390,10 @@ class TaskFit:
         self.listener.note(f"task {self.task.name!r}: {message}")
 
 
-def _optimizer(
-    net: ContinualNet, trained: frozenset[str], method: Method, settings: TrainSettings, executor: Executor
-) -> torch.optim.Optimizer:
-    """Of the groups that are ever trained in the task; those with one learning rate together."""
+def _grouped(net: ContinualNet, trained: frozenset[str], method: Method, executor: Executor) -> list[dict[str, Any]]:
+    """The groups of parameters that are ever trained in the task; those with one learning rate together."""
     by_factor: dict[float, list[nn.Parameter]] = {}
     for name, parameters in net.groups().items():
         if name in trained and parameters:
             by_factor.setdefault(method.lr_factors.get(name, 1.0), []).extend(parameters)
-    groups = [{"params": p, "lr": executor.lr_of(factor), "factor": factor} for factor, p in by_factor.items()]
-    options: dict[str, Any] = {"fused": True} if executor.device.type == "cuda" else {}
-    if settings.optimizer == "sgd":
-        sgd = torch.optim.SGD(groups, settings.lr, settings.momentum, weight_decay=settings.weight_decay, **options)
-        if settings.momentum:  # all at once, though stages train some later: fused kernels take all or none
-            for parameter in (p for parameters in by_factor.values() for p in parameters):
-                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return sgd
-    if executor.device.type == "cuda":
-        options["capturable"] = True
-    adam = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-    return adam(groups, settings.lr, weight_decay=settings.weight_decay, **options)
+    return [{"params": p, "lr": executor.lr_of(factor), "factor": factor} for factor, p in by_factor.items()]

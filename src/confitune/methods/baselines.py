@@ -111,7 +111,7 @@ class Lora(Method):
 
     def parts(self) -> list[Part]:
         frozen = Norms(affine=False, moments="pretrained")
-        return [frozen, Deltas(self.options.rank, "random"), Head()]
+        return [frozen, Deltas(self.options.rank, "random", products=False), Head()]
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
         return (Stage("all", epochs, frozenset({"head", "deltas"})),)

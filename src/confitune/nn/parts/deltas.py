@@ -1,8 +1,9 @@
 """Low-rank changes of a task's own to weights that stay as they are (LoRA, Hu et al., ICLR 2022, for any layer).
 
 The change of a weight [O, I, K, K] is B A, with B [O, r] and A [r, I*K*K]; of a grouped convolution all groups share A.
-B starts at zero, so that a task starts from the unchanged network. A starts from directions that the method gives it:
-with random ones a small rank hardly learns.
+Rows of A may be products of a vector over input channels and a window (a CP decomposition): with 3 x 3 windows a number
+buys four times the rank. B starts at zero, so that a task starts from the unchanged network. A starts from directions
+that the method gives it: with random ones a small rank hardly learns.
 """
 
 from __future__ import annotations
@@ -23,47 +24,66 @@ from confitune.nn.parts.part import Part
 
 Start = Literal["previous", "pretrained", "random"]
 
+_NUMBERS, _MOST = 36_000, 4  # of a task's changes, unless a rank is asked for: more gained nothing
+
 
 class Deltas(Part):
     """A low-rank change of every convolution and Linear layer that has more numbers than the change.
 
     Args:
-        rank: r.
+        rank: r; default: as large as 36,000 numbers allow, from 1 to 4.
         start: a new task starts from the 'previous' task's change, or from none: B is zero, and A zero, too
             ('pretrained'), or random as in LoRA.
+        products: rows of A are products of channels and windows.
     """
 
     name = "deltas"
 
-    def __init__(self, rank: int = 1, start: Start = "pretrained") -> None:
+    def __init__(self, rank: int | None = None, start: Start = "pretrained", products: bool = True) -> None:
         super().__init__()
-        if rank < 1:
+        if rank is not None and rank < 1:
             raise ConfituneError(f"a change of rank {rank} changes nothing: give 1 or more")
-        self.rank, self.start_from = rank, start
+        self.asked_rank, self.start_from, self.products = rank, start, products
+        self.rank = 0  # until attached
         self.layers: dict[str, nn.Module] = {}  # not registered: they are the backbone's
-        self.a, self.b = nn.ParameterList(), nn.ParameterList()
+        self.a, self.windows, self.b = nn.ParameterList(), nn.ParameterList(), nn.ParameterList()
         self._merged: list[Tensor] = []  # changed weights of the task that is prepared
 
     @property
     def kind(self) -> str:
-        return f"Deltas({self.rank}, from {self.start_from})"
+        return f"Deltas({self.asked_rank or 'any rank'}{'' if self.products else ', whole'}, from {self.start_from})"
 
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
         called = {call.module for call in flow.convs if call.direct_weight}
-        for name, layer in backbone.named_modules():
-            if name in called and isinstance(layer, (nn.Conv2d, nn.Linear)):
-                outputs, inputs = layer.weight.shape[0], layer.weight[0].numel()
-                if self.rank * (outputs + inputs) < outputs * inputs:
-                    self.layers[name] = layer
-                    self.a.append(nn.Parameter(layer.weight.new_zeros(self.rank, inputs)))
-                    self.b.append(nn.Parameter(layer.weight.new_zeros(outputs, self.rank)))
-                    layer.forward = partial(self._forward, len(self.a) - 1, layer)  # type: ignore[method-assign]
+        layers = {name: layer for name, layer in backbone.named_modules() if name in called}
+        sizes = {
+            name: self._sizes(layer) for name, layer in layers.items() if isinstance(layer, (nn.Conv2d, nn.Linear))
+        }
+        allowed = _NUMBERS // max(sum(map(sum, sizes.values())), 1)
+        self.rank = self.asked_rank or min(max(allowed, 1), _MOST)
+        for name, (outputs, *ours) in sizes.items():
+            layer = layers[name]
+            weight = layer.get_parameter("weight")
+            if self.rank * (outputs + sum(ours)) < weight.numel():
+                self.layers[name] = layer
+                for factor, size in zip((self.a, self.windows), ours, strict=False):
+                    factor.append(nn.Parameter(weight.new_zeros(self.rank, size)))
+                self.b.append(nn.Parameter(weight.new_zeros(outputs, self.rank)))
+                layer.forward = partial(self._forward, len(self.a) - 1, layer)  # type: ignore[method-assign]
+
+    def _sizes(self, layer: nn.Module) -> tuple[int, ...]:
+        """How many numbers the factors of a change of rank 1 have."""
+        outputs, inputs, *window = layer.get_parameter("weight").shape
+        return (outputs, inputs, math.prod(window)) if self.products else (outputs, inputs * math.prod(window))
 
     def live(self, finished: bool) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name, a, b in zip(self.layers, self.a, self.b, strict=True):
-            found |= {f"{name}.delta.a": a.detach(), f"{name}.delta.b": b.detach()}
-        return found
+        factors = {"a": self.a, "window": self.windows, "b": self.b}
+        return {
+            f"{name}.delta.{key}": factor[place].detach()
+            for place, name in enumerate(self.layers)
+            for key, factor in factors.items()
+            if factor
+        }
 
     def pretrained(self) -> dict[str, Tensor]:
         """No change."""
@@ -79,17 +99,22 @@ class Deltas(Part):
                 a.copy_(torch.randn(a.shape, generator=generator) / math.sqrt(a.shape[1]))
 
     def offered(self) -> list[nn.Parameter]:
-        return [*self.a, *self.b]
+        return [*self.a, *self.windows, *self.b]
 
     @torch.no_grad()
     def start_along(self, directions: Mapping[str, Tensor]) -> None:
-        """Let changes go along the leading right singular vectors of these matrices, by the names of layers.
+        """Let changes go along what leads in these matrices, by the names of layers.
 
         Args:
             directions: shaped like the weights; their gradients, for instance.
         """
-        for name, a in zip(self.layers, self.a, strict=True):
-            a.copy_(_leading(directions[name].float().flatten(1), self.rank).T)
+        for place, name in enumerate(self.layers):
+            matrix = directions[name].float().flatten(1)
+            channels = self.a[place].shape[1]
+            found = _leading(matrix.view(len(matrix), channels, -1), self.rank)
+            for factor, values in zip((self.a, self.windows), found, strict=False):
+                if factor:
+                    factor[place].copy_(values)
 
     def merged(self) -> dict[str, Tensor]:
         """The weights with the live task's changes in them, by the names of layers."""
@@ -98,7 +123,8 @@ class Deltas(Part):
 
     def _changed(self, place: int, weight: Tensor) -> Tensor:
         with torch.autocast(weight.device.type, enabled=False):  # the change is small: not in half precision
-            changed: Tensor = weight + (self.b[place] @ self.a[place]).view_as(weight)
+            rows = _product(self.a[place], self.windows[place]) if self.windows else self.a[place]
+            changed: Tensor = weight + (self.b[place] @ rows).view_as(weight)
             return changed
 
     def weights_version(self) -> int:
@@ -135,20 +161,34 @@ class Deltas(Part):
             for layer in self.layers.values():
                 mixed = _linear_mixed if isinstance(layer, nn.Linear) else _conv_mixed
                 mixed = _grouped_mixed if getattr(layer, "groups", 1) > 1 else mixed
-                layer.forward = partial(mixed, layer, next(stacked), next(stacked), place)  # type: ignore[method-assign]
+                rows_of_a = _product(next(stacked), next(stacked)) if self.windows else next(stacked)
+                layer.forward = partial(mixed, layer, rows_of_a, next(stacked), place)  # type: ignore[method-assign]
             yield
         finally:
             for name, layer in self.layers.items():
                 layer.forward = own[name]  # type: ignore[method-assign]
 
 
-def _leading(matrix: Tensor, rank: int, rounds: int = 16) -> Tensor:
-    """The leading right singular vectors of a matrix [O, I], as columns [I, r]: subspace iteration, no waiting."""
-    vectors = torch.randn(matrix.shape[1], rank, device=matrix.device)
-    for _ in range(rounds):
-        vectors = matrix.T @ (matrix @ vectors)
-        vectors = nn.functional.normalize(vectors, dim=0) if rank == 1 else torch.linalg.qr(vectors)[0]
-    return vectors
+def _product(a: Tensor, windows: Tensor) -> Tensor:
+    """Rows [..., r, I*K*K] of channels [..., r, I] and windows [..., r, K*K]."""
+    return (a[..., None] * windows[..., None, :]).flatten(-2)
+
+
+def _leading(tensor: Tensor, rank: int, rounds: int = 8) -> tuple[Tensor, Tensor]:
+    """Channels [r, I] and windows [r, K] of the leading products of a tensor [O, I, K], by the power method: one after
+    the other, each of what the ones before leave. With a window of 1 they are right singular vectors."""
+    rest, found = tensor.flatten(1), []
+    for _ in range(rank):
+        a, window = (torch.randn(size, device=rest.device) for size in tensor.shape[1:])
+        for _ in range(rounds):
+            row = (rest.T @ (rest @ _product(a, window))).view(tensor.shape[1:])
+            a = nn.functional.normalize(row @ window, dim=0)
+            window = nn.functional.normalize(a @ row, dim=0)
+        found.append((a, window))
+        row = _product(a, window)
+        rest = torch.addr(rest, rest @ row, row, alpha=-1)
+    channels, windows = zip(*found, strict=True)
+    return torch.stack(channels), torch.stack(windows)
 
 
 # A layer's forward with a change of each image's own: A [T, r, I*K*K] and B [T, O, r] of the tasks of a batch, and for

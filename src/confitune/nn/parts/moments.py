@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from confitune.nn.pairing import Flow
@@ -49,6 +51,27 @@ class Moments(Part):
         for layer in self.layers.values():
             layer.train(mode and self.own)
         return self
+
+    @contextmanager
+    def shifts(self) -> Iterator[list[Tensor]]:
+        """Within, each pass through a batch norm adds how far its input is from the running moments: the divergence
+        (Kullback-Leibler) of the normal distributions with these moments, on average over channels."""
+        found: list[Tensor] = []
+
+        def measure(norm: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            axes = [axis for axis in range(inputs[0].ndim) if axis != 1]
+            variance, mean = torch.var_mean(inputs[0].float(), axes, correction=0)
+            allowed = norm.running_var + norm.eps
+            ratio = (variance + norm.eps) / allowed
+            away = (mean - norm.running_mean).square() / allowed
+            found.append((ratio - 1 - ratio.log() + away).mean() / 2)
+
+        handles = [layer.register_forward_hook(measure) for layer in self.layers.values()]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def mixed_row(self) -> Tensor:
         """Nothing: a norm's scale and shift have its moments in them."""
