@@ -6,8 +6,8 @@ network for every task, plainly fine-tuned.
 
 Tasks are learned one after the other, as `confitune learn` does it with its defaults, in the order given and in the
 reverse. Of folders all three use the same training images (a fifth is held out, as `learn` does) and are tested on the
-new photos; of a dataset, its own test images. Prints accuracy by task of all three, and of the
-candidates that `best` chooses among.
+new photos; of a dataset, its own test images. Prints accuracy by task of all three, and of the candidates that `best`
+chooses among.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ def main() -> None:
     parser.add_argument("--weights")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--orders", type=int, default=2, choices=(1, 2))
+    parser.add_argument("--no-candidates", action="store_true", help="only what best chooses")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("own_photos.json"))
     options = parser.parse_args()
     device = TrainSettings(device=options.device).torch_device()
     backbone = create_backbone(options.model, options.weights)
     tasks = place(TaskSequence("own photos", "clean", tuple(the_tasks(options, backbone))), device).tasks
-    names = ("regression", "fine-tuned", "best", *(f"best, {owns}" for owns in _CANDIDATES))
+    candidates = () if options.no_candidates else _CANDIDATES
+    names = ("regression", "fine-tuned", "best", *(f"best, {owns}" for owns in candidates))
     scores: dict[str, Scores] = {name: {task.name: [] for task in tasks} for name in names}
     chosen: list[dict[str, Any]] = []
     for task in tasks:
@@ -70,7 +72,7 @@ def main() -> None:
         scores["best"][name].append(accuracy)
         chosen.append({"task": name, **choice})
     seconds = (time.perf_counter() - began) / (len(runs) * len(tasks))
-    for owns in _CANDIDATES:
+    for owns in candidates:
         for name, accuracy, _ in learned(backbone, runs, options.device, owns):
             scores[f"best, {owns}"][name].append(accuracy)
     means = {name: {task: statistics.mean(of_task) for task, of_task in by.items()} for name, by in scores.items()}

@@ -293,7 +293,8 @@ def photos_table(numbers: Numbers) -> str:
     tasks = [*means["best"]]
     rows = [[task, *(f"{of_method[task]:.1f}" for of_method in means.values())] for task in tasks]
     rows.append(["mean", *(f"{statistics.mean(of_method.values()):.1f}" for of_method in means.values())])
-    return table(["task", "logistic regression", "a network a task", "best"], rows)
+    names = {"regression": "logistic regression", "fine-tuned": "a network a task"}
+    return table(["task", *(names.get(name, name.replace("best, ", "best.owns=")) for name in means)], rows)
 
 
 def about_mixed(numbers: Numbers) -> str:

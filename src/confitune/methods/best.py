@@ -51,7 +51,7 @@ class Best(Method):
     settings = MappingProxyType(
         {"optimizer": "adamw", "lr": 0.003, "lr_schedule": "cosine", "warmup": 0.1, "lr_restart": _ALONE}
     )
-    photos = MappingProxyType({"batch_size": 16, "min_steps": 100, "augmentation": "flip", "label_smoothing": 0.1})
+    photos = MappingProxyType({"batch_size": 16, "min_steps": 150, "augmentation": "flip", "label_smoothing": 0.1})
     Options = BestOptions
 
     def __init__(self, **options: Any) -> None:
