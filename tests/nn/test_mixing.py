@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from confitune.errors import ConfituneError
-from confitune.nn import Calibrations, ContinualNet, Head, Norms, XconvNorms, mixing
+from confitune.nn import Calibrations, ContinualNet, Head, Norms, XconvNorms
 
 
 def tiny_efficientnet() -> nn.Module:
@@ -118,8 +118,7 @@ def test_the_current_task_stays_current(net):
     assert torch.equal(net(x), alone)
 
 
-def test_only_so_many_rows_are_kept(net, check_mixed, monkeypatch):
-    monkeypatch.setattr(mixing, "_ROWS_KEPT", 2)
+def test_rows_are_made_once_for_given_weights(net, check_mixed, monkeypatch):
     prepared, prepare = [], net.prepare
 
     def spy(task=None):
@@ -128,9 +127,13 @@ def test_only_so_many_rows_are_kept(net, check_mixed, monkeypatch):
 
     monkeypatch.setattr(net, "prepare", spy)
     x = torch.randn(2, 3, 8, 8)
-    for index in ([0, 1], [1, 0], [2, 1], [1, 2], [0, 0]):  # 2 drives out 0, which was used longest ago
+    for index in ([0, 1], [1, 0], [2, 1], [1, 2], [0, 0]):
         net(x, torch.tensor(index))
-    assert prepared == ["a", "b", "c", "a"]
+    assert prepared == ["a", "b", "c"]
+    with torch.no_grad():
+        net.backbone.conv.weight.add_(0.1)
+    net(x, torch.tensor([1, 0]))
+    assert prepared == ["a", "b", "c", "a", "b"]
     check_mixed(net)
 
 

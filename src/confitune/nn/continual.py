@@ -7,7 +7,7 @@ task's row never changes: what has to follow the shared weights is worked out by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from confitune.errors import ConfituneError
 from confitune.nn.backbones import headless
 from confitune.nn.geometry import Size
-from confitune.nn.mixing import Mixing, tasks_of
 from confitune.nn.observer import Observer
 from confitune.nn.pairing import trace_flow
 from confitune.nn.parts.head import Head
@@ -72,12 +71,12 @@ class ContinualNet(nn.Module):
         self.parts = nn.ModuleDict({part.name: part for part in parts})
         self._parts = list(parts)
         self.observer = Observer(backbone, [part for part in parts if part.input_means])
-        self._bank = TaskBank(parts)
+        self._bank = TaskBank(parts, self.head)
         self.tasks: Mapping[str, TaskEntry] = self._bank.tasks  # in the order in which they were added
         self._current: str | None = None
         self._moves = 0  # of weights, where tensor versions do not show it
         self._prepared: tuple[str, int] | None = None  # task and weights for which parts were prepared
-        self._mixing = Mixing(self._parts)
+        self._mixed: dict[str, tuple[int, list[Tensor]]] = {}  # of tasks: weights, and rows of parts that hold for them
         self.train(self.training)
 
     # ---- tasks -----------------------------------------------------------------------------------------------------
@@ -92,8 +91,7 @@ class ContinualNet(nn.Module):
     @property
     def numbers_per_task(self) -> int:
         """What a finished task that owns all parts keeps, without its head."""
-        shapes = (part.shapes(finished=True, classes=1) for part in self._parts if part is not self.head)
-        return sum(shape.numel() for of_part in shapes for shape in of_part.values())
+        return sum(tensor.numel() for part in self._beside_head() for tensor in part.live(True).values())
 
     @property
     def kinds(self) -> list[str]:
@@ -125,8 +123,9 @@ class ContinualNet(nn.Module):
             self.prepare((more or list(self.tasks))[-1])
             self._store_current()
         self.observer.image_size = None
+        self.head.select(len(names))
         for part in self._parts:
-            part.select(len(names))
+            part.restore({})
             part.start(generator)
         entry = TaskEntry(names, torch.empty(0))
         self._bank.store(entry, finished=False)
@@ -168,9 +167,8 @@ class ContinualNet(nn.Module):
         entry = self.tasks[name]
         if entry.finished:
             raise ConfituneError(f"task {name!r} is finished already")
-        for part in self._parts:
-            if owns is None or part.name in owns:
-                part.finish(name)
+        self.observer.require_batches(name)
+        self.observer.fold()
         self._bank.store(entry, finished=True, owns=owns)
         if owns is not None:
             self._bank.load(entry)
@@ -185,7 +183,7 @@ class ContinualNet(nn.Module):
         self.prepare(name)
         self.observer.image_size = None
         for part in self._parts:
-            part.reopen()
+            part.restore({})
         self._bank.store(self.tasks[name], finished=False)
         self._forget(name)
 
@@ -227,23 +225,51 @@ class ContinualNet(nn.Module):
         elif self.training:
             raise ConfituneError(f"task {name!r} is finished; reopen({name!r}) to train it on")
         else:
-            self._bank.require_size(name, _plane_of(x))
+            self._require_size(name, x)
             self.prepare()
         return (backbone or self.backbone)(x)
+
+    def _require_size(self, name: str, x: Tensor) -> None:
+        """Raise where a finished task holds for images of another size."""
+        entry, size = self.tasks[name], _plane_of(x)
+        sized = entry.finished and any(part.input_means for part in self._parts)
+        if sized and entry.image_size not in (None, size):
+            trained, given = ("x".join(map(str, plane or ("?",))) for plane in (entry.image_size, size))
+            raise ConfituneError(
+                f"task {name!r} was trained on {trained} images, these are {given}; its recovered means hold for the "
+                "size it was trained on: resize the images"
+            )
 
     def _forward_mixed(self, x: Tensor, index: Tensor) -> Tensor:
         if self.training:
             raise ConfituneError("a mixed batch is for evaluation: batch moments belong to one task; call eval() first")
-        names, place = tasks_of(index, len(x), list(self.tasks))
+        if index.shape != (len(x),) or index.is_floating_point():
+            raise ConfituneError(f"a mixed batch needs one task index per image, got {tuple(index.shape)} for {len(x)}")
+        unique, place = torch.unique(index, return_inverse=True)
+        tasks = list(self.tasks)
+        if not len(unique) or not 0 <= int(unique[0]) <= int(unique[-1]) < len(tasks):
+            raise ConfituneError(f"task indices run from 0 to {len(tasks) - 1}, got {unique.tolist()}")
+        names, current = [tasks[i] for i in unique.tolist()], self._current
         for name in names:
-            self._bank.require_size(name, _plane_of(x))
-        current, version = self._current, self._weights_version()
-        rows = [self._mixing.rows(name, version, self.prepare, keep=self.tasks[name].finished) for name in names]
+            self._require_size(name, x)
+        version = self._weights_version()
+        rows = [self._mixed_rows(name, version) for name in names]
         if current is not None:
             self.set_task(current)
-        with self._mixing.treating(rows, place):
+        with ExitStack() as stack:
+            for part, of_part in zip(self._parts, zip(*rows, strict=True), strict=True):
+                stack.enter_context(part.mixing(of_part, place))
             logits: Tensor = self.head(self.backbone(x))
         return logits
+
+    def _mixed_rows(self, name: str, version: int) -> list[Tensor]:
+        """What parts need of a task in a mixed batch. Kept of finished tasks: to make it, the task must be prepared."""
+        made_for, rows = self._mixed.get(name, (-1, []))
+        if made_for != version or not self.tasks[name].finished:
+            self.prepare(name)
+            rows = [part.mixed_row() for part in self._parts]
+            self._mixed[name] = version, rows
+        return rows
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -282,11 +308,8 @@ class ContinualNet(nn.Module):
             Whether all of it is finite, as a tensor that nobody has waited for.
         """
         self.observer.image_size = None
-        with self._in_mode(training=True), self.observer.averaging() as add:
-            for batch in batches:
-                (forward or self)(batch)
-                add()
-        return self.observer.finite()
+        with self._in_mode(training=True):
+            return self.observer.average(batches, forward or self)
 
     @torch.no_grad()
     def start_pretrained(self, only: Sequence[str] | None = None) -> None:
@@ -357,12 +380,13 @@ class ContinualNet(nn.Module):
 
     def shared_state_dict(self) -> dict[str, Tensor]:
         """What all tasks share: the backbone without what tasks own, and what is kept of pre-training."""
-        in_backbone = [part for part in self._parts if part is not self.head]  # whose names may be those of layers
-        own = {key for part in in_backbone for key in part.live(False)}
+        own = {key for part in self._beside_head() for key in part.live(False)}
         own |= {f"{key.rpartition('.')[0]}.num_batches_tracked" for key in own}
         layers = self.backbone.state_dict()
         state = {key: tensor for key, tensor in layers.items() if key not in own}
-        return state | {key: kept for part in in_backbone for key, kept in part.pretrained().items() if key in layers}
+        for part in self._beside_head():
+            state |= {key: kept for key, kept in part.pretrained().items() if key in layers}
+        return state
 
     @torch.no_grad()
     def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -415,17 +439,23 @@ class ContinualNet(nn.Module):
     def _forget(self, task: str | None = None) -> None:
         """What was made ready of a task, or of all, holds no longer."""
         self._prepared = None
-        self._mixing.forget(task)
+        for name in list(self._mixed) if task is None else [task]:
+            self._mixed.pop(name, None)
 
     def _store_current(self) -> None:
         """An unfinished task's row follows what is live; a finished one's never changes."""
         if self._current is not None and not self.tasks[self._current].finished:
             entry = self.tasks[self._current]
+            self.observer.fold()
             self._bank.store(entry, finished=False)
             entry.image_size = self.observer.image_size
 
     def _weights_version(self) -> int:
-        return self._moves + sum(part.weights_version() for part in self._parts)
+        return self._moves + sum(parameter._version for parameter in self.shared_parameters().values())
+
+    def _beside_head(self) -> list[Part]:
+        """The parts in the backbone; the head's names may be those of its layers."""
+        return [part for part in self._parts if part is not self.head]
 
 
 def _plane_of(x: Tensor) -> Size | None:

@@ -23,7 +23,6 @@ from confitune.errors import ConfituneError
 from confitune.nn.geometry import ConvGeometry
 
 _Stamp = tuple[int, int]  # identity and version of a tensor
-_PAD_AS_THEY_SAY = (nn.Conv2d.forward, Conv2dSame.forward)  # others may do anything to their input
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class ConvCall:
     module: str
     reads: _Stamp
     makes: _Stamp
-    geometry: ConvGeometry | None  # None: the module changes its input in a way we cannot follow
     direct_weight: bool  # forward uses module.weight and module.bias as they are
+    geometry: ConvGeometry | None  # None: more is done than a convolution of its input with them, zeros around it
 
 
 @dataclass
@@ -56,8 +55,6 @@ class Flow:
             return None, "reads no convolution's output as it is"
         if Counter(conv.module for conv in self.convs)[call.module] > 1:
             return None, f"its convolution {call.module} is called more than once"
-        if call.geometry is None:
-            return None, f"its convolution {call.module} changes its input before convolving"
         return call, ""
 
 
@@ -106,14 +103,6 @@ def _trace(model: nn.Module, example: Tensor) -> Flow:
     return recorder.flow
 
 
-def conv_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Input, weight and bias where a call of torch is that of a convolution or a linear layer."""
-    if func not in (F.conv2d, F.linear):
-        return None
-    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    return given["input"], given["weight"], given.get("bias")
-
-
 class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -142,41 +131,28 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         self._alive.append(output)
-        if self._running and (conv := conv_arguments(func, args, kwargs)):
-            self._record_conv(output, *conv)
+        if self._running and func in (F.conv2d, F.linear):
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            self._record_conv(output, given["input"], given["weight"], given.get("bias"))
         return output
 
     def _record_conv(self, output: Tensor, conv_input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         name, module, module_args = self._running[-1]
-        module_input, own = next(iter(module_args), conv_input), module._parameters
-        self.flow.convs.append(
-            ConvCall(
-                module=name,
-                reads=_stamp(module_input),
-                makes=_stamp(output),
-                geometry=_geometry(module, module_input, conv_input),
-                direct_weight=weight is own.get("weight") and bias is own.get("bias"),
-            )
-        )
-
-
-def _geometry(module: nn.Module, module_input: Tensor, conv_input: Tensor) -> ConvGeometry | None:
-    """From the module's input to the convolution's output."""
-    untouched = _stamp(module_input) == _stamp(conv_input)
-    if isinstance(module, nn.Conv2d) and (untouched or type(module).forward in _PAD_AS_THEY_SAY):
-        return conv_geometry(module)
-    return ConvGeometry() if untouched and module_input.dim() == 2 else None  # of a Linear
+        module_input = next(iter(module_args), conv_input)
+        direct = weight is module._parameters.get("weight") and bias is module._parameters.get("bias")
+        followed = _stamp(module_input) == _stamp(conv_input) or type(module).forward is Conv2dSame.forward
+        geometry = conv_geometry(module) if direct and followed and isinstance(module, nn.Conv2d) else None
+        self.flow.convs.append(ConvCall(name, _stamp(module_input), _stamp(output), direct, geometry))
 
 
 def conv_geometry(conv: nn.Conv2d) -> ConvGeometry:
-    """Geometry of a convolution module, timm's dynamic 'same' padding included."""
+    """Geometry of a convolution module, timm's dynamic 'same' padding included; how it pads is not part of it."""
     left, right, top, bottom = conv._reversed_padding_repeated_twice
     return ConvGeometry(
         kernel=(conv.kernel_size[0], conv.kernel_size[1]),
         stride=(conv.stride[0], conv.stride[1]),
         dilation=(conv.dilation[0], conv.dilation[1]),
         padding=None if isinstance(conv, Conv2dSame) else ((top, bottom), (left, right)),
-        mode=conv.padding_mode,  # type: ignore[arg-type]
     )
 
 

@@ -37,12 +37,8 @@ class FeatureScales(Part):
     @torch.no_grad()
     def start(self, generator: torch.Generator | None) -> None:
         self.scale.fill_(1)
-        self.ready = None
 
     def restore(self, facts: Mapping[str, tuple[int, ...]]) -> None:
-        self.ready = None
-
-    def reopen(self) -> None:
         self.ready = None
 
     def prepare(self) -> None:
@@ -50,9 +46,6 @@ class FeatureScales(Part):
 
     def offered(self) -> list[nn.Parameter]:
         return [self.scale]
-
-    def mixed_row(self) -> Tensor:
-        return self.scale.detach().clone()
 
     @contextmanager
     def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:

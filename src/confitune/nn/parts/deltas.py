@@ -71,7 +71,6 @@ class Deltas(Part):
 
     @torch.no_grad()
     def start(self, generator: torch.Generator | None) -> None:
-        self._merged = []
         if self.start_from != "previous":
             torch._foreach_zero_(list(self.live(False).values()))
         if self.start_from == "random":
@@ -101,13 +100,7 @@ class Deltas(Part):
             changed: Tensor = weight + (self.b[place] @ self.a[place]).view_as(weight)
             return changed
 
-    def weights_version(self) -> int:
-        return sum(layer.get_parameter("weight")._version for layer in self.layers.values())
-
     def restore(self, facts: Any) -> None:
-        self._merged = []
-
-    def reopen(self) -> None:
         self._merged = []
 
     @torch.no_grad()
@@ -121,9 +114,6 @@ class Deltas(Part):
         return _with_parameters(layer, weight, layer.bias, x)
 
     # ---- image by image --------------------------------------------------------------------------------------------
-
-    def mixed_row(self) -> Tensor:
-        return torch.cat([tensor.reshape(-1) for tensor in self.live(True).values()])
 
     @contextmanager
     def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:
@@ -180,7 +170,7 @@ def _grouped_mixed(layer: Any, a: Tensor, b: Tensor, place: Tensor, x: Tensor) -
     weights = layer.weight + (b @ a).view(len(a), *layer.weight.shape)
     geometry = conv_geometry(layer)
     padding = [amount for axis in (1, 0) for amount in geometry.axis_padding(axis, x.shape[2 + axis])]
-    padded = pad(x, padding, mode="constant" if geometry.mode == "zeros" else geometry.mode)
+    padded = pad(x, padding, mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)
     filters = weights[place].flatten(0, 1).to(x.dtype)
     joined, groups = padded.reshape(1, -1, *padded.shape[2:]), len(x) * layer.groups
     output = conv2d(joined, filters, None, layer.stride, 0, layer.dilation, groups)

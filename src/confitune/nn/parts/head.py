@@ -38,6 +38,7 @@ class Head(Part):
         return layer
 
     def select(self, classes: int) -> None:
+        """The task that comes to live has so many classes."""
         self._classes = classes
         if str(classes) not in self.linears:
             like = next(self._backbone[0].parameters())
@@ -55,7 +56,8 @@ class Head(Part):
             return {}
         return {"head.weight": self.linear.weight.detach(), "head.bias": self.linear.bias.detach()}
 
-    def shapes(self, finished: bool, classes: int) -> dict[str, torch.Size]:
+    def shapes(self, classes: int) -> dict[str, torch.Size]:
+        """Of what is kept of a task with so many classes."""
         return {"head.weight": torch.Size((classes, self.features)), "head.bias": torch.Size((classes,))}
 
     @torch.no_grad()
@@ -81,9 +83,6 @@ class Head(Part):
             return logits
         weight, bias = self._mixed
         return torch.baddbmm(bias.unsqueeze(2), weight, features.unsqueeze(2)).squeeze(2)
-
-    def mixed_row(self) -> Tensor:
-        return torch.cat([tensor.reshape(-1) for tensor in self.live(True).values()])
 
     @contextmanager
     def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:
