@@ -7,7 +7,7 @@ task's row never changes: what has to follow the shared weights is worked out by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,7 +76,6 @@ class ContinualNet(nn.Module):
         self._current: str | None = None
         self._moves = 0  # of weights, where tensor versions do not show it
         self._prepared: tuple[str, int] | None = None  # task and weights for which parts were prepared
-        self._mixed: dict[str, tuple[int, list[Tensor]]] = {}  # of tasks: weights, and rows of parts that hold for them
         self.train(self.training)
 
     # ---- tasks -----------------------------------------------------------------------------------------------------
@@ -173,7 +172,7 @@ class ContinualNet(nn.Module):
         if owns is not None:
             self._bank.load(entry)
         entry.image_size = self.observer.image_size
-        self._forget(name)
+        self._prepared = None
         self.prepare(name)
 
     def reopen(self, name: str) -> None:
@@ -185,7 +184,7 @@ class ContinualNet(nn.Module):
         for part in self._parts:
             part.restore({})
         self._bank.store(self.tasks[name], finished=False)
-        self._forget(name)
+        self._prepared = None
 
     def drop_task(self, name: str) -> None:
         """Forget a task; the others stay as they are."""
@@ -193,7 +192,7 @@ class ContinualNet(nn.Module):
         if name == self._current:
             self._current = None
         del self._bank.tasks[name]
-        self._forget(name)
+        self._prepared = None
         self.head.keep_only({len(entry.classes) for entry in self.tasks.values()})
 
     def storage(self) -> dict[str, TaskStorage]:
@@ -207,8 +206,8 @@ class ContinualNet(nn.Module):
 
         Args:
             x: images as the backbone takes them.
-            task: a name (default: the current task), or in evaluation one task index per image (a mixed batch: each
-                image is treated by its own task's parts; rows are padded with -inf to the largest number of classes).
+            task: a name (default: the current task), or in evaluation one task index per image (a mixed batch, without
+                gradients; rows are padded with -inf to the largest number of classes).
         """
         if isinstance(task, Tensor):
             return self._forward_mixed(x, task)
@@ -240,36 +239,25 @@ class ContinualNet(nn.Module):
                 "size it was trained on: resize the images"
             )
 
+    @torch.no_grad()
     def _forward_mixed(self, x: Tensor, index: Tensor) -> Tensor:
+        """Task by task: on a CPU that takes no longer than one task's batch, and any part can do it."""
         if self.training:
             raise ConfituneError("a mixed batch is for evaluation: batch moments belong to one task; call eval() first")
         if index.shape != (len(x),) or index.is_floating_point():
             raise ConfituneError(f"a mixed batch needs one task index per image, got {tuple(index.shape)} for {len(x)}")
-        unique, place = torch.unique(index, return_inverse=True)
-        tasks = list(self.tasks)
-        if not len(unique) or not 0 <= int(unique[0]) <= int(unique[-1]) < len(tasks):
-            raise ConfituneError(f"task indices run from 0 to {len(tasks) - 1}, got {unique.tolist()}")
-        names, current = [tasks[i] for i in unique.tolist()], self._current
-        for name in names:
-            self._require_size(name, x)
-        version = self._weights_version()
-        rows = [self._mixed_rows(name, version) for name in names]
+        tasks, places = list(self.tasks), index.unique().tolist()
+        if not places or not 0 <= places[0] <= places[-1] < len(tasks):
+            raise ConfituneError(f"task indices run from 0 to {len(tasks) - 1}, got {places}")
+        current, most = self._current, max(len(self.tasks[tasks[place]].classes) for place in places)
+        mixed = x.new_full((len(x), most), float("-inf"))
+        for place in places:
+            mine = index == place
+            logits = self(x[mine], tasks[place])
+            mixed[mine, : logits.shape[1]] = logits.to(mixed)
         if current is not None:
             self.set_task(current)
-        with ExitStack() as stack:
-            for part, of_part in zip(self._parts, zip(*rows, strict=True), strict=True):
-                stack.enter_context(part.mixing(of_part, place))
-            logits: Tensor = self.head(self.backbone(x))
-        return logits
-
-    def _mixed_rows(self, name: str, version: int) -> list[Tensor]:
-        """What parts need of a task in a mixed batch. Kept of finished tasks: to make it, the task must be prepared."""
-        made_for, rows = self._mixed.get(name, (-1, []))
-        if made_for != version or not self.tasks[name].finished:
-            self.prepare(name)
-            rows = [part.mixed_row() for part in self._parts]
-            self._mixed[name] = version, rows
-        return rows
+        return mixed
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -375,7 +363,7 @@ class ContinualNet(nn.Module):
         if name == self._current:
             self._current = None  # what was live is replaced, not stored
         self._bank.tasks[name] = entry
-        self._forget(name)
+        self._prepared = None
         self.set_task(name)
 
     def shared_state_dict(self) -> dict[str, Tensor]:
@@ -400,7 +388,7 @@ class ContinualNet(nn.Module):
             )
         for key, tensor in own.items():
             tensor.copy_(state[key])
-        self._forget()
+        self._prepared = None
         if self._current is not None and self.tasks[self._current].finished:
             self._bank.load(self.tasks[self._current])
 
@@ -427,20 +415,14 @@ class ContinualNet(nn.Module):
         self._current, self.observer.image_size = state["current"], state["image_size"]
         if self._current is not None:
             self.head.select(len(self.tasks[self._current].classes))
-        self._forget()
+        self._prepared = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> ContinualNet:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for entry in self._bank.tasks.values():
             entry.row = fn(entry.row)
-        self._forget()
-        return self
-
-    def _forget(self, task: str | None = None) -> None:
-        """What was made ready of a task, or of all, holds no longer."""
         self._prepared = None
-        for name in list(self._mixed) if task is None else [task]:
-            self._mixed.pop(name, None)
+        return self
 
     def _store_current(self) -> None:
         """An unfinished task's row follows what is live; a finished one's never changes."""

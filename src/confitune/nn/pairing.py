@@ -141,12 +141,12 @@ class _Recorder(TorchFunctionMode):
         module_input = next(iter(module_args), conv_input)
         direct = weight is module._parameters.get("weight") and bias is module._parameters.get("bias")
         followed = _stamp(module_input) == _stamp(conv_input) or type(module).forward is Conv2dSame.forward
-        geometry = conv_geometry(module) if direct and followed and isinstance(module, nn.Conv2d) else None
+        geometry = _geometry(module) if direct and followed and isinstance(module, nn.Conv2d) else None
         self.flow.convs.append(ConvCall(name, _stamp(module_input), _stamp(output), direct, geometry))
 
 
-def conv_geometry(conv: nn.Conv2d) -> ConvGeometry:
-    """Geometry of a convolution module, timm's dynamic 'same' padding included; how it pads is not part of it."""
+def _geometry(conv: nn.Conv2d) -> ConvGeometry:
+    """Geometry of a convolution module, timm's dynamic 'same' padding included."""
     left, right, top, bottom = conv._reversed_padding_repeated_twice
     return ConvGeometry(
         kernel=(conv.kernel_size[0], conv.kernel_size[1]),

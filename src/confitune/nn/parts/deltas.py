@@ -8,17 +8,15 @@ with random ones a small rank hardly learns.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, pad
 
 from confitune.errors import ConfituneError
-from confitune.nn.pairing import Flow, conv_geometry
+from confitune.nn.pairing import Flow
 from confitune.nn.parts.part import Part
 
 Start = Literal["previous", "pretrained", "random"]
@@ -110,26 +108,13 @@ class Deltas(Part):
 
     def _forward(self, place: int, layer: Any, x: Tensor) -> Tensor:
         """The layer's own forward with the changed weight."""
-        weight = self._merged[place] if self._merged else self._changed(place, layer.weight)
-        return _with_parameters(layer, weight, layer.bias, x)
-
-    # ---- image by image --------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:
-        own = {name: layer.forward for name, layer in self.layers.items()}
-        shapes = [tensor.shape for tensor in self.live(True).values()]
-        columns = torch.stack(list(rows)).split([shape.numel() for shape in shapes], dim=1)
-        stacked = iter([table.view(len(rows), *shape) for table, shape in zip(columns, shapes, strict=True)])
+        own = layer.weight
+        layer._parameters["weight"] = self._merged[place] if self._merged else self._changed(place, own)
         try:
-            for layer in self.layers.values():
-                mixed = _linear_mixed if isinstance(layer, nn.Linear) else _conv_mixed
-                mixed = _grouped_mixed if getattr(layer, "groups", 1) > 1 else mixed
-                layer.forward = partial(mixed, layer, next(stacked), next(stacked), place)  # type: ignore[method-assign]
-            yield
+            output: Tensor = type(layer).forward(layer, x)
         finally:
-            for name, layer in self.layers.items():
-                layer.forward = own[name]  # type: ignore[method-assign]
+            layer._parameters["weight"] = own
+        return output
 
 
 def _leading(matrix: Tensor, rank: int, rounds: int = 16) -> Tensor:
@@ -139,51 +124,3 @@ def _leading(matrix: Tensor, rank: int, rounds: int = 16) -> Tensor:
         vectors = matrix.T @ (matrix @ vectors)
         vectors = nn.functional.normalize(vectors, dim=0) if rank == 1 else torch.linalg.qr(vectors)[0]
     return vectors
-
-
-# A layer's forward with a change of each image's own: A [T, r, I*K*K] and B [T, O, r] of the tasks of a batch, and for
-# each image the place of its task among them.
-
-
-def _linear_mixed(layer: Any, a: Tensor, b: Tensor, place: Tensor, x: Tensor) -> Tensor:
-    output: Tensor = type(layer).forward(layer, x)
-    low = torch.einsum("n...i,nri->n...r", x, a[place].to(x.dtype))
-    return output + torch.einsum("n...r,nor->n...o", low, b[place].to(x.dtype))
-
-
-def _conv_mixed(layer: Any, a: Tensor, b: Tensor, place: Tensor, x: Tensor) -> Tensor:
-    """The filters A of all tasks run along with the layer's own; of their outputs each image takes its task's."""
-    weight, bias = layer.weight, layer.bias
-    outputs, (tasks, rank) = len(weight), a.shape[:2]
-    filters = a.reshape(-1, *weight.shape[1:]).to(weight.dtype)
-    none = None if bias is None else torch.cat([bias, bias.new_zeros(len(filters))])
-    every = _with_parameters(layer, torch.cat([weight, filters]), none, x)
-    low = every[:, outputs:].unflatten(1, (tasks, rank))[torch.arange(len(x), device=x.device), place]
-    chosen = b[place].to(every.dtype)
-    if rank == 1:
-        return torch.addcmul(every[:, :outputs], low, chosen[..., None])
-    return every[:, :outputs] + torch.einsum("nor,nrhw->nohw", chosen, low)
-
-
-def _grouped_mixed(layer: Any, a: Tensor, b: Tensor, place: Tensor, x: Tensor) -> Tensor:
-    """All images as groups of one convolution, with weights of their own: they are few."""
-    weights = layer.weight + (b @ a).view(len(a), *layer.weight.shape)
-    geometry = conv_geometry(layer)
-    padding = [amount for axis in (1, 0) for amount in geometry.axis_padding(axis, x.shape[2 + axis])]
-    padded = pad(x, padding, mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)
-    filters = weights[place].flatten(0, 1).to(x.dtype)
-    joined, groups = padded.reshape(1, -1, *padded.shape[2:]), len(x) * layer.groups
-    output = conv2d(joined, filters, None, layer.stride, 0, layer.dilation, groups)
-    output = output.view(len(x), -1, *output.shape[2:])
-    return output if layer.bias is None else output + layer.bias[:, None, None].to(x.dtype)
-
-
-def _with_parameters(layer: Any, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """The layer's own forward with another weight and bias."""
-    own = layer._parameters["weight"], layer._parameters["bias"]
-    layer._parameters["weight"], layer._parameters["bias"] = weight, bias
-    try:
-        output: Tensor = type(layer).forward(layer, x)
-    finally:
-        layer._parameters["weight"], layer._parameters["bias"] = own
-    return output

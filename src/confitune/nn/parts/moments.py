@@ -7,9 +7,6 @@ are far from those of pre-training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-
 from torch import Tensor, nn
 
 from confitune.nn.pairing import Flow
@@ -49,11 +46,3 @@ class Moments(Part):
         for layer in self.layers.values():
             layer.train(mode and self.own)
         return self
-
-    def mixed_row(self) -> Tensor:
-        """Nothing: a norm's scale and shift have its moments in them."""
-        return self.get_buffer("row")[:0]
-
-    @contextmanager
-    def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:
-        yield

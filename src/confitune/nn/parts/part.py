@@ -9,13 +9,11 @@ before a finished task is used.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from confitune.errors import ConfituneError
 from confitune.nn.pairing import Flow
 from confitune.nn.parts.input_means import InputMeans, Statistics
 
@@ -75,16 +73,6 @@ class Part(nn.Module):
         """What pre-training left of the live tensors, where that is kept for tasks that do not own this part."""
         row = self._buffers.get("row")
         return {} if row is None else unpack(row, {key: tensor.shape for key, tensor in self.live(False).items()})
-
-    # ---- image by image --------------------------------------------------------------------------------------------
-
-    def mixed_row(self) -> Tensor:
-        """What `mixing` needs of the task that is live and prepared, as one row of numbers."""
-        return pack(self.live(True).values())
-
-    def mixing(self, rows: Sequence[Tensor], place: Tensor) -> AbstractContextManager[None]:
-        """Within, image n of a batch is treated as one of the task whose row is `rows[place[n]]`."""
-        raise ConfituneError(f"{self.name} cannot be told apart image by image: give a batch of one task at a time")
 
 
 def pack(tensors: Iterable[Tensor]) -> Tensor:

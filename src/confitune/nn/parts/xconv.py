@@ -8,7 +8,6 @@ ordinary batch norm; only what is stored and what is used at test time differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -161,9 +160,3 @@ class XconvNorms(Part):
         """Recover the means of all layers through today's weights."""
         for layer in self.layers.values():
             layer.norm.get_buffer("running_mean").copy_(layer.recovered_mean())
-
-    def mixed_row(self) -> Tensor:
-        return self.norms.mixed_row()
-
-    def mixing(self, rows: Sequence[Tensor], place: Tensor) -> AbstractContextManager[None]:
-        return self.norms.mixing(rows, place)
