@@ -221,6 +221,11 @@ class Rectified(nn.Conv2d):
         return super().forward(x.relu())
 
 
+class Scaled(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 class PaddedWithOnes(nn.Conv2d):
     """The amount agrees with what it says, the value does not."""
 
@@ -241,6 +246,7 @@ def doubled_bias(conv: nn.Module) -> nn.Module:
     "conv",
     [
         Rectified(3, 5, 3),
+        Scaled(3, 5, 3),
         PaddedWithOnes(3, 5, 3, padding=1),
         nn.Conv2d(3, 5, 3, padding=1, padding_mode="reflect"),
         StdConv2d(3, 5, 3, padding=1),
@@ -250,7 +256,18 @@ def doubled_bias(conv: nn.Module) -> nn.Module:
         doubled_bias(nn.Conv2d(3, 5, 3)),
         nn.Linear(3, 5),
     ],
-    ids=["rectified", "ones", "reflect", "standardised", "same", "weight norm", "spectral norm", "bias", "linear"],
+    ids=[
+        "rectified",
+        "scaled",
+        "ones",
+        "reflect",
+        "standardised",
+        "same",
+        "weight norm",
+        "spectral norm",
+        "bias",
+        "linear",
+    ],
 )
 def test_a_norm_after_anything_but_a_plain_convolution_keeps_its_mean(conv):
     norm = nn.BatchNorm1d(5) if isinstance(conv, nn.Linear) else nn.BatchNorm2d(5)
