@@ -281,7 +281,7 @@ def test_what_a_task_of_resnet18_takes(parts, numbers):
     for task, classes in (("a", 10), ("b", 3)):
         head = classes * 512 + classes
         storage = net.storage()[task]
-        assert (storage.beside_head, storage.head) == (numbers, head)
+        assert (storage.beside_head, storage.parts["head"]) == (numbers, head)
         # Measured from what is saved, not from a formula: all but the sizes, which are integers.
         saved = [tensor for tensor in net.task_state_dict(task).values() if tensor.is_floating_point()]
         assert sum(tensor.numel() for tensor in saved) == numbers + head

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
 from confitune.nn.backbones import headless
-from confitune.nn.geometry import Size
 from confitune.nn.observer import Observer
 from confitune.nn.pairing import trace_flow
 from confitune.nn.parts.head import Head
@@ -219,25 +218,20 @@ class ContinualNet(nn.Module):
     def features(self, x: Tensor, backbone: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """What the backbone, or compiled code in its place, makes of images of the current task, [N, F]."""
         name = self.current_task
-        if not self.tasks[name].finished:
-            self.observer.image_size = _plane_of(x)
+        entry, size = self.tasks[name], (x.shape[-2], x.shape[-1]) if x.dim() == 4 else None
+        if not entry.finished:
+            self.observer.image_size = size
         elif self.training:
             raise ConfituneError(f"task {name!r} is finished; reopen({name!r}) to train it on")
-        else:
-            self._require_size(name, x)
-            self.prepare()
-        return (backbone or self.backbone)(x)
-
-    def _require_size(self, name: str, x: Tensor) -> None:
-        """Raise where a finished task holds for images of another size."""
-        entry, size = self.tasks[name], _plane_of(x)
-        sized = entry.finished and any(part.input_means for part in self._parts)
-        if sized and entry.image_size not in (None, size):
+        elif entry.image_size not in (None, size) and any(part.input_means for part in self._parts):
             trained, given = ("x".join(map(str, plane or ("?",))) for plane in (entry.image_size, size))
             raise ConfituneError(
                 f"task {name!r} was trained on {trained} images, these are {given}; its recovered means hold for the "
                 "size it was trained on: resize the images"
             )
+        else:
+            self.prepare()
+        return (backbone or self.backbone)(x)
 
     @torch.no_grad()
     def _forward_mixed(self, x: Tensor, index: Tensor) -> Tensor:
@@ -284,16 +278,10 @@ class ContinualNet(nn.Module):
 
     @torch.no_grad()
     def measure(self, batches: Iterable[Tensor], forward: Callable[[Tensor], object] | None = None) -> Tensor:
-        """Take the current task's statistics in a pass over `batches` with the current weights.
+        """Take the current task's statistics in a pass over `batches` with the current weights: `Observer.average`.
 
-        In training mode, because batch moments are part of what was trained.
-
-        Args:
-            batches: inputs of the training size, or whatever `forward` takes.
-            forward: takes a batch through this network, preprocessed or captured; default: the network.
-
-        Returns:
-            Whether all of it is finite, as a tensor that nobody has waited for.
+        In training mode, because batch moments are part of what was trained. `forward` takes a batch, of whatever kind,
+        through this network; default: the network itself.
         """
         self.observer.image_size = None
         with self._in_mode(training=True):
@@ -438,8 +426,3 @@ class ContinualNet(nn.Module):
     def _beside_head(self) -> list[Part]:
         """The parts in the backbone; the head's names may be those of its layers."""
         return [part for part in self._parts if part is not self.head]
-
-
-def _plane_of(x: Tensor) -> Size | None:
-    """The size of images; features without a plane have none."""
-    return (x.shape[-2], x.shape[-1]) if x.dim() == 4 else None

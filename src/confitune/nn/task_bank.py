@@ -37,14 +37,9 @@ class TaskStorage:
     parts: Mapping[str, int]
 
     @property
-    def head(self) -> int:
-        """Of its head."""
-        return self.parts.get(Head.name, 0)
-
-    @property
     def beside_head(self) -> int:
-        """Of all other parts."""
-        return sum(self.parts.values()) - self.head
+        """Of all parts but its head."""
+        return sum(self.parts.values()) - self.parts.get(Head.name, 0)
 
 
 class TaskBank:

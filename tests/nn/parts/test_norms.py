@@ -201,7 +201,7 @@ def test_a_task_of_a_head_is_a_head_and_nothing_else(plain):
     for task, classes in (("a", 2), ("c", 3)):
         entry, storage = plain.tasks[task], plain.storage()[task]
         assert (entry.finished, entry.owns) == (True, ("head",))
-        assert (storage.beside_head, storage.head) == (0, 9 * classes)
+        assert (storage.beside_head, storage.parts["head"]) == (0, 9 * classes)
         assert set(plain.task_state_dict(task)) == {"head.weight", "head.bias", "image_size", "finished"}
         assert torch.equal(entry.row[: 8 * classes].view(classes, 8), plain.task_state_dict(task)["head.weight"])
     assert plain.tasks["b"].owns == ("norms", "head")

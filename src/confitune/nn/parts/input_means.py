@@ -9,6 +9,7 @@ once. Tables of windows or phases are made of the sum when somebody asks for the
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, Literal
 
 import torch
@@ -43,22 +44,19 @@ class InputMeans(nn.Module):
         self.size: Size | None = None
         self.batches = 0
         self._pending = 0  # of them, how many are in `_plane` and not yet in the tables
-        self._geometries: list[ConvGeometry] = []  # one for each table
+        self._geometries: dict[Hashable, ConvGeometry] = {}  # one for each table
         self.register_buffer("share", torch.ones(()), persistent=False)  # of the next batch in an exponential average
 
     def add_reader(self, geometry: ConvGeometry) -> None:
         """Keep what a convolution with this geometry needs; the same geometry (or stride, for phases) needs no more."""
-        if self._table_of(geometry) is None:
+        if self._key(geometry) not in self._geometries:
             shape = geometry.kernel if self.means == "window" else geometry.stride
             table = self.share.new_zeros(self.channels, *shape)
             self.register_buffer(f"table{len(self._geometries)}", table, persistent=False)
-            self._geometries.append(geometry)
+            self._geometries[self._key(geometry)] = geometry
 
-    def _table_of(self, geometry: ConvGeometry) -> int | None:
-        for table, other in enumerate(self._geometries):
-            if other == geometry or (self.means == "phase" and other.stride == geometry.stride):
-                return table
-        return None
+    def _key(self, geometry: ConvGeometry) -> Hashable:
+        return geometry if self.means == "window" else geometry.stride
 
     @property
     def tables(self) -> list[Tensor]:
@@ -151,7 +149,7 @@ class InputMeans(nn.Module):
             keep, add = earlier / self.batches, 1 / self.batches
         else:
             keep, add = (1 - self.momentum) ** self._pending if earlier else 0.0, 1.0
-        for table, geometry in zip(self.tables, self._geometries, strict=True):
+        for table, geometry in zip(self.tables, self._geometries.values(), strict=True):
             of = geometry.taps if self.means == "window" else geometry.phases
             rows, columns = (on_device(of, axis, self.size[axis], plane.device, plane.dtype) for axis in (0, 1))
             of_rows = (rows @ plane.reshape(len(plane), -1)).view(-1, *plane.shape[1:])
@@ -162,12 +160,11 @@ class InputMeans(nn.Module):
     def window_means(self, geometry: ConvGeometry) -> Tensor:
         """Window means [C, K, K] for a reading convolution, implied by phase means where those are what is kept."""
         self.fold()
-        number = self._table_of(geometry)
-        assert number is not None
+        table = self.tables[list(self._geometries).index(self._key(geometry))]
         if self.means == "window":
-            return self.tables[number]
+            return table
         assert self.size is not None
-        return window_means_from_phases(self.tables[number], geometry, self.size)
+        return window_means_from_phases(table, geometry, self.size)
 
 
 def _take_in(x: Tensor, plane: Tensor, share: Tensor | None) -> None:

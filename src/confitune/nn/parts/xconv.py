@@ -122,11 +122,8 @@ class XconvNorms(Part):
         """Which batch norm is paired with which convolution, and which keep all their moments."""
         told = {name: f"after {conv}" for name, conv in self.pairs.items()}
         told |= {name: f"keeps its mean: {reason}" for name, reason in self.fallbacks.items()}
-        width = max(map(len, told))
-        lines = [f"  {name:<{width}}  {told[name]}" for name in self.norms.layers if name in told]
-        return "\n".join(
-            [f"{len(self.pairs)} of {len(told)} batch norms recover their mean ({self.means} means)", *lines]
-        )
+        first = f"{len(self.pairs)} of {len(told)} batch norms recover their mean ({self.means} means)"
+        return "\n".join([first, *(f"  {name}  {told[name]}" for name in self.norms.layers if name in told)])
 
     def live(self, finished: bool) -> dict[str, Tensor]:
         recovered = {f"{name}.running_mean" for name in self.layers if finished}  # these are not kept
