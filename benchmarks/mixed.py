@@ -3,8 +3,8 @@
     python benchmarks/mixed.py                        # a minute on 2 cores
     python benchmarks/mixed.py --model resnet18 --device cuda
 
-Both go through the network once. In a mixed batch every image is treated by the parts of its own task: scaled and
-shifted by its norms, with --method best changed by its low-rank changes of weights, and answered by its head.
+The network takes a mixed batch task by task: it makes the task's own parts live, ready under the weights of today, and
+sends the task's images through. On a GPU that are many small launches.
 """
 
 from __future__ import annotations

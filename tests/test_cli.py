@@ -571,15 +571,15 @@ def cells(out, model):
 def test_models_shows_what_a_task_takes(confitune):
     said = confitune("models", "resnet18")
     assert said.code == 0
-    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "19,148", "45,075"]
-    assert cells(said.out, "torchvision:resnet18")[4:] == ["19,148", "45,075"]
+    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "19,148", "45,523"]
+    assert cells(said.out, "torchvision:resnet18")[4:] == ["19,148", "45,523"]
 
 
 def test_models_fits_eighty_columns(confitune, monkeypatch):
     monkeypatch.setattr("confitune.experiments.matching_models", lambda pattern: ["resnet18"])
     monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((80, 24)))
     said = confitune("models", "resnet18")
-    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "19,148", "45,075"]
+    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "19,148", "45,523"]
 
 
 def test_models_says_which_has_no_batch_norm(confitune):
@@ -762,7 +762,7 @@ def test_runs_are_done_where_they_are_asked_for(confitune, tmp_path, monkeypatch
 def test_methods_lists_all_of_them(confitune):
     said = confitune("methods")
     assert said.code == 0
-    assert cells(said.out, "confit")[3:5] == ["45,075", "0"]
+    assert cells(said.out, "confit")[3:5] == ["45,523", "0"]
     assert cells(said.out, "ewc")[3:5] == ["0", "22,353,024"]
 
 

@@ -1,4 +1,4 @@
-"""Where taps land, counted by hand, and which window means stand inside which."""
+"""Where taps land, counted by hand."""
 
 import pytest
 import torch

@@ -14,8 +14,7 @@ from confitune.nn import ContinualNet, Head, Norms, Part, XconvNorms
 
 def live(net: ContinualNet) -> dict[str, Tensor]:
     """Every parameter and buffer, the input statistics included, which no state dict of a backbone holds."""
-    for part in net.parts.values():
-        part.live(False)  # brings input means up to date
+    net.observer.fold()
     return dict(net.named_parameters()) | dict(net.named_buffers())
 
 
@@ -258,12 +257,13 @@ def test_a_task_of_a_network_with_other_means_is_refused(backbone, learn):
 # ResNet18: 4,800 channels have a norm; weight, bias and variance are 14,400 numbers, with a running mean 19,200.
 # Phase means of what its convolutions read: stem 3 * 4; layer1 4 * 64; layer2 64 * 4 + 3 * 128; layer3
 # 128 * 4 + 3 * 256; layer4 256 * 4 + 3 * 512; the shortcuts share: 12 + 256 + 640 + 1280 + 2560 = 4,748.
-# Window means: 3 * 49 + 9 * (4 * 64 + 64 + 3 * 128 + 128 + 3 * 256 + 256 + 3 * 512) = 147 + 9 * 3392 = 30,675.
+# Window means: 3 * 49 + 9 * (4 * 64 + 64 + 3 * 128 + 128 + 3 * 256 + 256 + 3 * 512) = 147 + 9 * 3392 = 30,675, and
+# 64 + 128 + 256 = 448 of the shortcuts.
 @pytest.mark.parametrize(
     ("parts", "numbers"),
     [
         ([XconvNorms("phase"), Head()], 19_148),
-        ([XconvNorms(), Head()], 45_075),
+        ([XconvNorms(), Head()], 45_523),
         ([Norms(), Head()], 19_200),
         ([Norms(moments="pretrained"), Head()], 9_600),
         ([Norms(affine=False), Head()], 9_600),
@@ -281,7 +281,7 @@ def test_what_a_task_of_resnet18_takes(parts, numbers):
     for task, classes in (("a", 10), ("b", 3)):
         head = classes * 512 + classes
         storage = net.storage()[task]
-        assert (storage.beside_head, storage.head) == (numbers, head)
+        assert (storage.beside_head, storage.parts["head"]) == (numbers, head)
         # Measured from what is saved, not from a formula: all but the sizes, which are integers.
         saved = [tensor for tensor in net.task_state_dict(task).values() if tensor.is_floating_point()]
         assert sum(tensor.numel() for tensor in saved) == numbers + head
@@ -302,14 +302,15 @@ def test_a_task_goes_on_after_one_of_another_size(backbone, learn):
     torch.manual_seed(0)
     net = ContinualNet(backbone(), [XconvNorms(), Head()])
     learn(net, "a", 2, size=8, finish=False)
-    stem = net.parts["norms"].input_means[0]
-    earlier = stem.window_means(0).clone()
+    layer = net.parts["norms"].layers["stem_bn"]
+    stem = layer.inputs
+    earlier = stem.window_means(layer.geometry).clone()
     learn(net, "b", 2, size=12, finish=False)
     net.set_task("a")
     x = torch.randn(6, 3, 8, 8)
     net.train()(x)
     columns = nn.functional.unfold(x, 3, padding=1).mean((0, 2)).reshape(3, 3, 3)
-    torch.testing.assert_close(stem.window_means(0), 0.9 * earlier + 0.1 * columns)
+    torch.testing.assert_close(stem.window_means(layer.geometry), 0.9 * earlier + 0.1 * columns)
 
 
 def test_what_is_shared_is_the_backbone_without_what_tasks_own(net, make, learn):

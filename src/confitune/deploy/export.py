@@ -140,7 +140,7 @@ def _ready(
     module = folded(net, task)
     plane = (size, size) if isinstance(size, int) else (size[0], size[1])
     entry = net.tasks[task]
-    sized = any(part.sized and part.name in entry.owns for part in net.parts.values())
+    sized = any(part.input_means for part in net.parts.values())
     if sized and entry.finished and entry.image_size not in (None, plane):
         raise ConfituneError(
             f"task {task!r} was trained on images of {entry.image_size}, and its recovered means hold for that size "

@@ -189,7 +189,7 @@ class SequenceRun:
                 "train_images": len(task.train),
                 "test_images": len(task.test),
                 "norm_numbers": storage[task.name].beside_head + (backbone if self.method.separate else 0),
-                "head_numbers": storage[task.name].head,
+                "head_numbers": storage[task.name].parts["head"],
                 **({"choice": self.method.choices[task.name]} if task.name in self.method.choices else {}),
             }
             for task in self.sequence

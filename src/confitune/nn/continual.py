@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
 from confitune.nn.backbones import headless
-from confitune.nn.geometry import Size
-from confitune.nn.mixing import Mixing, tasks_of
 from confitune.nn.observer import Observer
 from confitune.nn.pairing import trace_flow
 from confitune.nn.parts.head import Head
@@ -72,12 +70,11 @@ class ContinualNet(nn.Module):
         self.parts = nn.ModuleDict({part.name: part for part in parts})
         self._parts = list(parts)
         self.observer = Observer(backbone, [part for part in parts if part.input_means])
-        self._bank = TaskBank(parts)
+        self._bank = TaskBank(parts, self.head)
         self.tasks: Mapping[str, TaskEntry] = self._bank.tasks  # in the order in which they were added
         self._current: str | None = None
         self._moves = 0  # of weights, where tensor versions do not show it
         self._prepared: tuple[str, int] | None = None  # task and weights for which parts were prepared
-        self._mixing = Mixing(self._parts)
         self.train(self.training)
 
     # ---- tasks -----------------------------------------------------------------------------------------------------
@@ -92,8 +89,7 @@ class ContinualNet(nn.Module):
     @property
     def numbers_per_task(self) -> int:
         """What a finished task that owns all parts keeps, without its head."""
-        shapes = (part.shapes(finished=True, classes=1) for part in self._parts if part is not self.head)
-        return sum(shape.numel() for of_part in shapes for shape in of_part.values())
+        return sum(tensor.numel() for part in self._beside_head() for tensor in part.live(True).values())
 
     @property
     def kinds(self) -> list[str]:
@@ -125,8 +121,9 @@ class ContinualNet(nn.Module):
             self.prepare((more or list(self.tasks))[-1])
             self._store_current()
         self.observer.image_size = None
+        self.head.select(len(names))
         for part in self._parts:
-            part.select(len(names))
+            part.restore({})
             part.start(generator)
         entry = TaskEntry(names, torch.empty(0))
         self._bank.store(entry, finished=False)
@@ -168,14 +165,13 @@ class ContinualNet(nn.Module):
         entry = self.tasks[name]
         if entry.finished:
             raise ConfituneError(f"task {name!r} is finished already")
-        for part in self._parts:
-            if owns is None or part.name in owns:
-                part.finish(name)
+        self.observer.require_batches(name)
+        self.observer.fold()
         self._bank.store(entry, finished=True, owns=owns)
         if owns is not None:
             self._bank.load(entry)
         entry.image_size = self.observer.image_size
-        self._forget(name)
+        self._prepared = None
         self.prepare(name)
 
     def reopen(self, name: str) -> None:
@@ -185,9 +181,9 @@ class ContinualNet(nn.Module):
         self.prepare(name)
         self.observer.image_size = None
         for part in self._parts:
-            part.reopen()
+            part.restore({})
         self._bank.store(self.tasks[name], finished=False)
-        self._forget(name)
+        self._prepared = None
 
     def drop_task(self, name: str) -> None:
         """Forget a task; the others stay as they are."""
@@ -195,7 +191,7 @@ class ContinualNet(nn.Module):
         if name == self._current:
             self._current = None
         del self._bank.tasks[name]
-        self._forget(name)
+        self._prepared = None
         self.head.keep_only({len(entry.classes) for entry in self.tasks.values()})
 
     def storage(self) -> dict[str, TaskStorage]:
@@ -209,8 +205,8 @@ class ContinualNet(nn.Module):
 
         Args:
             x: images as the backbone takes them.
-            task: a name (default: the current task), or in evaluation one task index per image (a mixed batch: each
-                image is treated by its own task's parts; rows are padded with -inf to the largest number of classes).
+            task: a name (default: the current task), or in evaluation one task index per image (a mixed batch, without
+                gradients; rows are padded with -inf to the largest number of classes).
         """
         if isinstance(task, Tensor):
             return self._forward_mixed(x, task)
@@ -222,28 +218,40 @@ class ContinualNet(nn.Module):
     def features(self, x: Tensor, backbone: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """What the backbone, or compiled code in its place, makes of images of the current task, [N, F]."""
         name = self.current_task
-        if not self.tasks[name].finished:
-            self.observer.image_size = _plane_of(x)
+        entry, size = self.tasks[name], (x.shape[-2], x.shape[-1]) if x.dim() == 4 else None
+        if not entry.finished:
+            self.observer.image_size = size
         elif self.training:
             raise ConfituneError(f"task {name!r} is finished; reopen({name!r}) to train it on")
+        elif entry.image_size not in (None, size) and any(part.input_means for part in self._parts):
+            trained, given = ("x".join(map(str, plane or ("?",))) for plane in (entry.image_size, size))
+            raise ConfituneError(
+                f"task {name!r} was trained on {trained} images, these are {given}; its recovered means hold for the "
+                "size it was trained on: resize the images"
+            )
         else:
-            self._bank.require_size(name, _plane_of(x))
             self.prepare()
         return (backbone or self.backbone)(x)
 
+    @torch.no_grad()
     def _forward_mixed(self, x: Tensor, index: Tensor) -> Tensor:
+        """Task by task: on a CPU that takes no longer than one task's batch, and any part can do it."""
         if self.training:
             raise ConfituneError("a mixed batch is for evaluation: batch moments belong to one task; call eval() first")
-        names, place = tasks_of(index, len(x), list(self.tasks))
-        for name in names:
-            self._bank.require_size(name, _plane_of(x))
-        current, version = self._current, self._weights_version()
-        rows = [self._mixing.rows(name, version, self.prepare, keep=self.tasks[name].finished) for name in names]
+        if index.shape != (len(x),) or index.is_floating_point():
+            raise ConfituneError(f"a mixed batch needs one task index per image, got {tuple(index.shape)} for {len(x)}")
+        tasks, places = list(self.tasks), index.unique().tolist()
+        if not places or not 0 <= places[0] <= places[-1] < len(tasks):
+            raise ConfituneError(f"task indices run from 0 to {len(tasks) - 1}, got {places}")
+        current, most = self._current, max(len(self.tasks[tasks[place]].classes) for place in places)
+        mixed = x.new_full((len(x), most), float("-inf"))
+        for place in places:
+            mine = index == place
+            logits = self(x[mine], tasks[place])
+            mixed[mine, : logits.shape[1]] = logits.to(mixed)
         if current is not None:
             self.set_task(current)
-        with self._mixing.treating(rows, place):
-            logits: Tensor = self.head(self.backbone(x))
-        return logits
+        return mixed
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -270,23 +278,14 @@ class ContinualNet(nn.Module):
 
     @torch.no_grad()
     def measure(self, batches: Iterable[Tensor], forward: Callable[[Tensor], object] | None = None) -> Tensor:
-        """Take the current task's statistics in a pass over `batches` with the current weights.
+        """Take the current task's statistics in a pass over `batches` with the current weights: `Observer.average`.
 
-        In training mode, because batch moments are part of what was trained.
-
-        Args:
-            batches: inputs of the training size, or whatever `forward` takes.
-            forward: takes a batch through this network, preprocessed or captured; default: the network.
-
-        Returns:
-            Whether all of it is finite, as a tensor that nobody has waited for.
+        In training mode, because batch moments are part of what was trained. `forward` takes a batch, of whatever kind,
+        through this network; default: the network itself.
         """
         self.observer.image_size = None
-        with self._in_mode(training=True), self.observer.averaging() as add:
-            for batch in batches:
-                (forward or self)(batch)
-                add()
-        return self.observer.finite()
+        with self._in_mode(training=True):
+            return self.observer.average(batches, forward or self)
 
     @torch.no_grad()
     def start_pretrained(self, only: Sequence[str] | None = None) -> None:
@@ -352,17 +351,18 @@ class ContinualNet(nn.Module):
         if name == self._current:
             self._current = None  # what was live is replaced, not stored
         self._bank.tasks[name] = entry
-        self._forget(name)
+        self._prepared = None
         self.set_task(name)
 
     def shared_state_dict(self) -> dict[str, Tensor]:
         """What all tasks share: the backbone without what tasks own, and what is kept of pre-training."""
-        in_backbone = [part for part in self._parts if part is not self.head]  # whose names may be those of layers
-        own = {key for part in in_backbone for key in part.live(False)}
+        own = {key for part in self._beside_head() for key in part.live(False)}
         own |= {f"{key.rpartition('.')[0]}.num_batches_tracked" for key in own}
         layers = self.backbone.state_dict()
         state = {key: tensor for key, tensor in layers.items() if key not in own}
-        return state | {key: kept for part in in_backbone for key, kept in part.pretrained().items() if key in layers}
+        for part in self._beside_head():
+            state |= {key: kept for key, kept in part.pretrained().items() if key in layers}
+        return state
 
     @torch.no_grad()
     def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -376,7 +376,7 @@ class ContinualNet(nn.Module):
             )
         for key, tensor in own.items():
             tensor.copy_(state[key])
-        self._forget()
+        self._prepared = None
         if self._current is not None and self.tasks[self._current].finished:
             self._bank.load(self.tasks[self._current])
 
@@ -403,31 +403,26 @@ class ContinualNet(nn.Module):
         self._current, self.observer.image_size = state["current"], state["image_size"]
         if self._current is not None:
             self.head.select(len(self.tasks[self._current].classes))
-        self._forget()
+        self._prepared = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> ContinualNet:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for entry in self._bank.tasks.values():
             entry.row = fn(entry.row)
-        self._forget()
-        return self
-
-    def _forget(self, task: str | None = None) -> None:
-        """What was made ready of a task, or of all, holds no longer."""
         self._prepared = None
-        self._mixing.forget(task)
+        return self
 
     def _store_current(self) -> None:
         """An unfinished task's row follows what is live; a finished one's never changes."""
         if self._current is not None and not self.tasks[self._current].finished:
             entry = self.tasks[self._current]
+            self.observer.fold()
             self._bank.store(entry, finished=False)
             entry.image_size = self.observer.image_size
 
     def _weights_version(self) -> int:
-        return self._moves + sum(part.weights_version() for part in self._parts)
+        return self._moves + sum(parameter._version for parameter in self.shared_parameters().values())
 
-
-def _plane_of(x: Tensor) -> Size | None:
-    """The size of images; features without a plane have none."""
-    return (x.shape[-2], x.shape[-1]) if x.dim() == 4 else None
+    def _beside_head(self) -> list[Part]:
+        """The parts in the backbone; the head's names may be those of its layers."""
+        return [part for part in self._parts if part is not self.head]

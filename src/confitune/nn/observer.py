@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from confitune.errors import ConfituneError
 from confitune.nn.geometry import Size
 from confitune.nn.parts.input_means import Statistics
 from confitune.nn.parts.norms import batch_norms
@@ -66,6 +67,17 @@ class Observer:
                     buffer.copy_(value)
             self.track(tracked)
 
+    def fold(self) -> None:
+        """Bring all input means up to date."""
+        for inputs in self._inputs:
+            inputs.fold()
+
+    def require_batches(self, task: str) -> None:
+        """Raise where a task is to be finished whose input means are of no batch."""
+        if any(not inputs.batches for inputs in self._inputs):
+            before = " and measure(batches) of its images" if self.statistics == "pass" else ""
+            raise ConfituneError(f"task {task!r} has seen no training batch: train it{before} before finishing it")
+
     # ---- batches that Python does not see --------------------------------------------------------------------------
 
     @property
@@ -108,51 +120,40 @@ class Observer:
 
     # ---- a pass with the final weights -----------------------------------------------------------------------------
 
-    def _moments(self, norms: Iterable[_BatchNorm]) -> list[Tensor]:
-        return [moment for norm in norms for moment in (norm.running_mean, norm.running_var) if moment is not None]
+    @torch.no_grad()
+    def average(self, batches: Iterable[Any], forward: Callable[[Any], object]) -> Tensor:
+        """Make moments and input means averages over whole batches (Eq. 3, Eq. 10); the network is in training mode.
 
-    @contextmanager
-    def averaging(self) -> Iterator[Callable[[], None]]:
-        """Within, in training mode, moments and input means become averages over whole batches (Eq. 3, Eq. 10).
-
-        Gives a function to be called after each batch.
+        Returns:
+            Whether all of it is finite, as a tensor that nobody has waited for.
         """
         norms = [norm for norm in batch_norms(self._backbone) if norm.training]  # others keep what they have
-        momenta, moments, tracked, batches = [norm.momentum for norm in norms], self._moments(norms), self._tracking, 0
-        sums = [torch.zeros_like(moment) for moment in moments]
-        if moments:
-            torch._foreach_zero_(moments)  # what is not finite must not live on
-
-        def add() -> None:
-            nonlocal batches
-            batches += 1
-            if moments:
-                torch._foreach_add_(sums, moments)
-
+        moments = [m for norm in norms for m in (norm.running_mean, norm.running_var) if m is not None]
+        sums, count = [torch.zeros_like(moment) for moment in moments], 0
+        momenta, tracked = [norm.momentum for norm in norms], self._tracking
         try:
             for norm in norms:
                 norm.momentum = 1.0  # running moments become the batch's own, to be added up
+            for moment in moments:
+                moment.zero_()  # what is not finite must not live on
             self.track(True)
             for inputs in self._inputs:
-                inputs.reset()
+                inputs.restore()
                 inputs.cumulative = True
-            yield add
-            if batches and moments:
-                with torch.no_grad():
-                    torch._foreach_div_(sums, batches)
-                    torch._foreach_copy_(moments, sums)
+            for batch in batches:
+                forward(batch)
+                count += 1
+                if moments:
+                    torch._foreach_add_(sums, moments)
+            if count and moments:
+                torch._foreach_div_(sums, count)
+                torch._foreach_copy_(moments, sums)
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
             self.track(tracked)
+            self.fold()  # while it is still known to be a sum
             for inputs in self._inputs:
-                inputs.fold()  # while it is still known to be a sum
                 inputs.cumulative = False
-
-    def finite(self) -> Tensor:
-        """Whether all moments and input means are finite, as a tensor that nobody has waited for."""
-        tables = [table for inputs in self._inputs for table in inputs.tables]
-        found = [*self._moments(batch_norms(self._backbone)), *tables]
-        if not found:
-            return torch.tensor(True)
-        return torch.stack(torch._foreach_norm(found, float("inf"))).isfinite().all()
+        found = [*moments, *(table for inputs in self._inputs for table in inputs.tables)]
+        return torch.stack(torch._foreach_norm(found, float("inf"))).isfinite().all() if found else torch.tensor(True)

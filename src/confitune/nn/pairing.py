@@ -10,20 +10,17 @@ import copy
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from timm.layers import Conv2dSame
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from confitune.errors import ConfituneError
 from confitune.nn.geometry import ConvGeometry
 
 _Stamp = tuple[int, int]  # identity and version of a tensor
-_PAD_AS_THEY_SAY = (nn.Conv2d.forward, Conv2dSame.forward)  # others may do anything to their input
+_KNOWN = (nn.Conv2d.forward, Conv2dSame.forward, nn.Linear.forward)
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,8 @@ class ConvCall:
     module: str
     reads: _Stamp
     makes: _Stamp
-    geometry: ConvGeometry | None  # None: the module changes its input in a way we cannot follow
     direct_weight: bool  # forward uses module.weight and module.bias as they are
+    geometry: ConvGeometry | None  # of a plain convolution
 
 
 @dataclass
@@ -56,8 +53,6 @@ class Flow:
             return None, "reads no convolution's output as it is"
         if Counter(conv.module for conv in self.convs)[call.module] > 1:
             return None, f"its convolution {call.module} is called more than once"
-        if call.geometry is None:
-            return None, f"its convolution {call.module} changes its input before convolving"
         return call, ""
 
 
@@ -97,86 +92,46 @@ def guess_input(model: nn.Module) -> Tensor:
 
 
 def _trace(model: nn.Module, example: Tensor) -> Flow:
-    recorder = _Recorder(model)
-    with torch.no_grad(), recorder:
+    flow = Flow()
+    alive: list[object] = []  # so that no identity is used twice
+
+    def left_conv(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        alive.append((args, output))
+        flow.convs += [ConvCall(name, _stamp(x), _stamp(output), _is_plain(module), _geometry(module)) for x in args]
+
+    def entered_norm(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        alive.append(args)
+        flow.norms += [(name, _stamp(x)) for x in args]
+
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            module.register_forward_hook(partial(left_conv, name))
+        elif isinstance(module, _BatchNorm):
+            module.register_forward_pre_hook(partial(entered_norm, name))
+    with torch.no_grad():
         output = model(example)
     if isinstance(output, Tensor):
-        recorder.flow.features = tuple(output.shape[1:])
-        recorder.flow.last = next((c.module for c in recorder.flow.convs if c.makes == _stamp(output)), None)
-    return recorder.flow
+        flow.features = tuple(output.shape[1:])
+        flow.last = next((call.module for call in flow.convs if call.makes == _stamp(output)), None)
+    return flow
 
 
-def conv_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Input, weight and bias where a call of torch is that of a convolution or a linear layer."""
-    if func not in (F.conv2d, F.linear):
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a layer does what its class says: parametrised and standardised ones compute their weight on the way."""
+    known = type(module).forward in _KNOWN and "forward" not in vars(module)
+    return known and {"weight", "bias"} <= module._parameters.keys()
+
+
+def _geometry(conv: nn.Module) -> ConvGeometry | None:
+    """Of a plain convolution with zeros around its input, timm's dynamic 'same' padding included."""
+    if not isinstance(conv, nn.Conv2d) or conv.padding_mode != "zeros" or not _is_plain(conv):
         return None
-    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    return given["input"], given["weight"], given.get("bias")
-
-
-class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.flow = Flow()
-        self._running: list[tuple[str, nn.Module, tuple[Tensor, ...]]] = []  # convolutions, and what they read
-        self._alive: list[Any] = []  # so that no identity is used twice
-        for name, module in model.named_modules():
-            if isinstance(module, (nn.Conv2d, nn.Linear)):
-                module.register_forward_pre_hook(partial(self._entering, name))
-                module.register_forward_hook(self._leaving)
-            elif isinstance(module, _BatchNorm):
-                module.register_forward_pre_hook(partial(self._normalising, name))
-
-    def _entering(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._alive.append(args)
-        self._running.append((name, module, args))
-
-    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._running.pop()
-
-    def _normalising(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._alive.append(args)
-        self.flow.norms += [(name, _stamp(x)) for x in args]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        output = func(*args, **kwargs)
-        self._alive.append(output)
-        if self._running and (conv := conv_arguments(func, args, kwargs)):
-            self._record_conv(output, *conv)
-        return output
-
-    def _record_conv(self, output: Tensor, conv_input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        name, module, module_args = self._running[-1]
-        module_input, own = next(iter(module_args), conv_input), module._parameters
-        self.flow.convs.append(
-            ConvCall(
-                module=name,
-                reads=_stamp(module_input),
-                makes=_stamp(output),
-                geometry=_geometry(module, module_input, conv_input),
-                direct_weight=weight is own.get("weight") and bias is own.get("bias"),
-            )
-        )
-
-
-def _geometry(module: nn.Module, module_input: Tensor, conv_input: Tensor) -> ConvGeometry | None:
-    """From the module's input to the convolution's output."""
-    untouched = _stamp(module_input) == _stamp(conv_input)
-    if isinstance(module, nn.Conv2d) and (untouched or type(module).forward in _PAD_AS_THEY_SAY):
-        return conv_geometry(module)
-    return ConvGeometry() if untouched and module_input.dim() == 2 else None  # of a Linear
-
-
-def conv_geometry(conv: nn.Conv2d) -> ConvGeometry:
-    """Geometry of a convolution module, timm's dynamic 'same' padding included."""
     left, right, top, bottom = conv._reversed_padding_repeated_twice
     return ConvGeometry(
         kernel=(conv.kernel_size[0], conv.kernel_size[1]),
         stride=(conv.stride[0], conv.stride[1]),
         dilation=(conv.dilation[0], conv.dilation[1]),
         padding=None if isinstance(conv, Conv2dSame) else ((top, bottom), (left, right)),
-        mode=conv.padding_mode,  # type: ignore[arg-type]
     )
 
 

@@ -1,8 +1,7 @@
 """A part that nobody thought of: the protocol is all that it needs, and all that the network knows of it."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -21,12 +20,11 @@ class FeatureScales(Part):
 
     def attach(self, backbone: nn.Module, flow) -> None:
         self.scale = nn.Parameter(torch.ones(flow.features[0]))
-        self.mixed: Tensor | None = None
         self.ready: Tensor | None = None
         backbone.register_forward_hook(self.scaled)
 
     def scaled(self, backbone: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output * next(scale for scale in (self.mixed, self.ready, self.scale) if scale is not None)
+        return output * (self.scale if self.ready is None else self.ready)
 
     def live(self, finished: bool) -> dict[str, Tensor]:
         return {"scales": self.scale.detach()}
@@ -37,12 +35,8 @@ class FeatureScales(Part):
     @torch.no_grad()
     def start(self, generator: torch.Generator | None) -> None:
         self.scale.fill_(1)
-        self.ready = None
 
     def restore(self, facts: Mapping[str, tuple[int, ...]]) -> None:
-        self.ready = None
-
-    def reopen(self) -> None:
         self.ready = None
 
     def prepare(self) -> None:
@@ -50,17 +44,6 @@ class FeatureScales(Part):
 
     def offered(self) -> list[nn.Parameter]:
         return [self.scale]
-
-    def mixed_row(self) -> Tensor:
-        return self.scale.detach().clone()
-
-    @contextmanager
-    def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:
-        self.mixed = torch.stack(list(rows))[place]
-        try:
-            yield
-        finally:
-            self.mixed = None
 
 
 @pytest.fixture(params=[XconvNorms, Norms], ids=["xconv", "norms"])

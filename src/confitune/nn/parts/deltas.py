@@ -9,17 +9,15 @@ that the method gives it: with random ones a small rank hardly learns.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, pad
 
 from confitune.errors import ConfituneError
-from confitune.nn.pairing import Flow, conv_geometry
+from confitune.nn.pairing import Flow
 from confitune.nn.parts.part import Part
 
 Start = Literal["previous", "pretrained", "random"]
@@ -91,7 +89,6 @@ class Deltas(Part):
 
     @torch.no_grad()
     def start(self, generator: torch.Generator | None) -> None:
-        self._merged = []
         if self.start_from != "previous":
             torch._foreach_zero_(list(self.live(False).values()))
         if self.start_from == "random":
@@ -127,13 +124,7 @@ class Deltas(Part):
             changed: Tensor = weight + (self.b[place] @ rows).view_as(weight)
             return changed
 
-    def weights_version(self) -> int:
-        return sum(layer.get_parameter("weight")._version for layer in self.layers.values())
-
     def restore(self, facts: Any) -> None:
-        self._merged = []
-
-    def reopen(self) -> None:
         self._merged = []
 
     @torch.no_grad()
@@ -143,30 +134,13 @@ class Deltas(Part):
 
     def _forward(self, place: int, layer: Any, x: Tensor) -> Tensor:
         """The layer's own forward with the changed weight."""
-        weight = self._merged[place] if self._merged else self._changed(place, layer.weight)
-        return _with_parameters(layer, weight, layer.bias, x)
-
-    # ---- image by image --------------------------------------------------------------------------------------------
-
-    def mixed_row(self) -> Tensor:
-        return torch.cat([tensor.reshape(-1) for tensor in self.live(True).values()])
-
-    @contextmanager
-    def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:
-        own = {name: layer.forward for name, layer in self.layers.items()}
-        shapes = [tensor.shape for tensor in self.live(True).values()]
-        columns = torch.stack(list(rows)).split([shape.numel() for shape in shapes], dim=1)
-        stacked = iter([table.view(len(rows), *shape) for table, shape in zip(columns, shapes, strict=True)])
+        own = layer.weight
+        layer._parameters["weight"] = self._merged[place] if self._merged else self._changed(place, own)
         try:
-            for layer in self.layers.values():
-                mixed = _linear_mixed if isinstance(layer, nn.Linear) else _conv_mixed
-                mixed = _grouped_mixed if getattr(layer, "groups", 1) > 1 else mixed
-                rows_of_a = _product(next(stacked), next(stacked)) if self.windows else next(stacked)
-                layer.forward = partial(mixed, layer, rows_of_a, next(stacked), place)  # type: ignore[method-assign]
-            yield
+            output: Tensor = type(layer).forward(layer, x)
         finally:
-            for name, layer in self.layers.items():
-                layer.forward = own[name]  # type: ignore[method-assign]
+            layer._parameters["weight"] = own
+        return output
 
 
 def _product(a: Tensor, windows: Tensor) -> Tensor:
@@ -189,51 +163,3 @@ def _leading(tensor: Tensor, rank: int, rounds: int = 8) -> tuple[Tensor, Tensor
         rest = torch.addr(rest, rest @ row, row, alpha=-1)
     channels, windows = zip(*found, strict=True)
     return torch.stack(channels), torch.stack(windows)
-
-
-# A layer's forward with a change of each image's own: A [T, r, I*K*K] and B [T, O, r] of the tasks of a batch, and for
-# each image the place of its task among them.
-
-
-def _linear_mixed(layer: Any, a: Tensor, b: Tensor, place: Tensor, x: Tensor) -> Tensor:
-    output: Tensor = type(layer).forward(layer, x)
-    low = torch.einsum("n...i,nri->n...r", x, a[place].to(x.dtype))
-    return output + torch.einsum("n...r,nor->n...o", low, b[place].to(x.dtype))
-
-
-def _conv_mixed(layer: Any, a: Tensor, b: Tensor, place: Tensor, x: Tensor) -> Tensor:
-    """The filters A of all tasks run along with the layer's own; of their outputs each image takes its task's."""
-    weight, bias = layer.weight, layer.bias
-    outputs, (tasks, rank) = len(weight), a.shape[:2]
-    filters = a.reshape(-1, *weight.shape[1:]).to(weight.dtype)
-    none = None if bias is None else torch.cat([bias, bias.new_zeros(len(filters))])
-    every = _with_parameters(layer, torch.cat([weight, filters]), none, x)
-    low = every[:, outputs:].unflatten(1, (tasks, rank))[torch.arange(len(x), device=x.device), place]
-    chosen = b[place].to(every.dtype)
-    if rank == 1:
-        return torch.addcmul(every[:, :outputs], low, chosen[..., None])
-    return every[:, :outputs] + torch.einsum("nor,nrhw->nohw", chosen, low)
-
-
-def _grouped_mixed(layer: Any, a: Tensor, b: Tensor, place: Tensor, x: Tensor) -> Tensor:
-    """All images as groups of one convolution, with weights of their own: they are few."""
-    weights = layer.weight + (b @ a).view(len(a), *layer.weight.shape)
-    geometry = conv_geometry(layer)
-    padding = [amount for axis in (1, 0) for amount in geometry.axis_padding(axis, x.shape[2 + axis])]
-    padded = pad(x, padding, mode="constant" if geometry.mode == "zeros" else geometry.mode)
-    filters = weights[place].flatten(0, 1).to(x.dtype)
-    joined, groups = padded.reshape(1, -1, *padded.shape[2:]), len(x) * layer.groups
-    output = conv2d(joined, filters, None, layer.stride, 0, layer.dilation, groups)
-    output = output.view(len(x), -1, *output.shape[2:])
-    return output if layer.bias is None else output + layer.bias[:, None, None].to(x.dtype)
-
-
-def _with_parameters(layer: Any, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """The layer's own forward with another weight and bias."""
-    own = layer._parameters["weight"], layer._parameters["bias"]
-    layer._parameters["weight"], layer._parameters["bias"] = weight, bias
-    try:
-        output: Tensor = type(layer).forward(layer, x)
-    finally:
-        layer._parameters["weight"], layer._parameters["bias"] = own
-    return output

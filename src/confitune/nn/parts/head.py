@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from confitune.nn.pairing import Flow
 from confitune.nn.parts.part import Part
@@ -23,7 +19,6 @@ class Head(Part):
         self.linears = nn.ModuleDict()  # by number of classes
         self.features = 0
         self._classes = 0
-        self._mixed: tuple[Tensor, Tensor] | None = None  # weight [N, K, F] and bias [N, K]
 
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
         assert flow.features is not None
@@ -38,6 +33,7 @@ class Head(Part):
         return layer
 
     def select(self, classes: int) -> None:
+        """The task that comes to live has so many classes."""
         self._classes = classes
         if str(classes) not in self.linears:
             like = next(self._backbone[0].parameters())
@@ -55,7 +51,8 @@ class Head(Part):
             return {}
         return {"head.weight": self.linear.weight.detach(), "head.bias": self.linear.bias.detach()}
 
-    def shapes(self, finished: bool, classes: int) -> dict[str, torch.Size]:
+    def shapes(self, classes: int) -> dict[str, torch.Size]:
+        """Of what is kept of a task with so many classes."""
         return {"head.weight": torch.Size((classes, self.features)), "head.bias": torch.Size((classes,))}
 
     @torch.no_grad()
@@ -75,25 +72,6 @@ class Head(Part):
         return [*self.linear.parameters()] if self._classes else []
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits; in a mixed batch padded with -inf to the largest number of classes."""
-        if self._mixed is None:
-            logits: Tensor = self.linear(features)
-            return logits
-        weight, bias = self._mixed
-        return torch.baddbmm(bias.unsqueeze(2), weight, features.unsqueeze(2)).squeeze(2)
-
-    def mixed_row(self) -> Tensor:
-        return torch.cat([tensor.reshape(-1) for tensor in self.live(True).values()])
-
-    @contextmanager
-    def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:
-        counts = [len(row) // (self.features + 1) for row in rows]
-        most, weights, biases = max(counts), [], []
-        for row, count in zip(rows, counts, strict=True):
-            weights.append(pad(row[:-count].view(count, -1), (0, 0, 0, most - count)))
-            biases.append(pad(row[-count:], (0, most - count), value=float("-inf")))
-        self._mixed = torch.stack(weights)[place], torch.stack(biases)[place]
-        try:
-            yield
-        finally:
-            self._mixed = None
+        """Logits."""
+        logits: Tensor = self.linear(features)
+        return logits

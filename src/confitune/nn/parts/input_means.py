@@ -1,7 +1,7 @@
 """Statistics of a tensor that convolutions read, kept while a task is trained.
 
 They belong to the tensor, not to a convolution: a block's first convolution and its shortcut read the same one, so it
-is measured once and both hold views.
+is measured once.
 
 Averages are linear, so a training step only adds the batch's mean plane to a sum, in two kernels that read the input
 once. Tables of windows or phases are made of the sum when somebody asks for them.
@@ -9,8 +9,8 @@ once. Tables of windows or phases are made of the sum when somebody asks for the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Hashable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,11 @@ from confitune.nn.recovery import on_device, window_means_from_phases
 Statistics = Literal["running", "pass"]
 
 
-class _Reader(NamedTuple):
-    geometry: ConvGeometry
-    table: int
-    place: tuple[slice, slice]
-
-
 class InputMeans(nn.Module):
     """Running means of one tensor in the form its reading convolutions need.
 
-    Tables are [C, K, K] window means or [C, s, s] phase means. A geometry whose window means stand inside another's
-    (or that has the same stride, for phase means) gets a view instead of a table of its own.
-
-    Buffers are not persistent, so a converted network has the keys of the original; `ContinualNet` saves them. Their
-    addresses never change: captured graphs rely on them.
+    Tables are [C, K, K] window means of a geometry, or [C, s, s] phase means of a stride. The addresses of buffers
+    never change: captured graphs rely on them.
 
     Attributes:
         tracking: whether training batches are taken in.
@@ -46,29 +37,31 @@ class InputMeans(nn.Module):
 
     share: Tensor
 
-    def __init__(self, channels: int, geometries: Sequence[ConvGeometry], means: Means, momentum: float) -> None:
+    def __init__(self, channels: int, means: Means, momentum: float) -> None:
         super().__init__()
         self.channels, self.means, self.momentum = channels, means, momentum
         self.tracking, self.cumulative = True, False
         self.size: Size | None = None
         self.batches = 0
         self._pending = 0  # of them, how many are in `_plane` and not yet in the tables
-        self._owners, self.readers = _share(geometries, means)
-        for table, owner in enumerate(self._owners):
-            shape = owner.kernel if means == "window" else owner.stride
-            self.register_buffer(f"table{table}", torch.zeros(channels, *shape), persistent=False)
+        self._geometries: dict[Hashable, ConvGeometry] = {}  # one for each table
         self.register_buffer("share", torch.ones(()), persistent=False)  # of the next batch in an exponential average
+
+    def add_reader(self, geometry: ConvGeometry) -> None:
+        """Keep what a convolution with this geometry needs; the same geometry (or stride, for phases) needs no more."""
+        if self._key(geometry) not in self._geometries:
+            shape = geometry.kernel if self.means == "window" else geometry.stride
+            table = self.share.new_zeros(self.channels, *shape)
+            self.register_buffer(f"table{len(self._geometries)}", table, persistent=False)
+            self._geometries[self._key(geometry)] = geometry
+
+    def _key(self, geometry: ConvGeometry) -> Hashable:
+        return geometry if self.means == "window" else geometry.stride
 
     @property
     def tables(self) -> list[Tensor]:
-        """The distinct tables."""
-        self.fold()
-        return self.unfolded
-
-    @property
-    def unfolded(self) -> list[Tensor]:
-        """The same without the pending batches."""
-        return [self.get_buffer(f"table{index}") for index in range(len(self._owners))]
+        """All tables, without the pending batches: `fold` brings them in."""
+        return [self.get_buffer(f"table{number}") for number in range(len(self._geometries))]
 
     @property
     def _plane(self) -> Tensor:
@@ -79,10 +72,10 @@ class InputMeans(nn.Module):
             self.register_buffer(name, self.share.new_zeros(*self.size, self.channels), persistent=False)
         return self.get_buffer(name)
 
-    def live_state(self) -> dict[str, Any]:
+    def get_extra_state(self) -> dict[str, Any]:
         """Everything, exactly as it is: going on from it gives the same bits."""
         return {
-            "tables": [table.clone() for table in self.unfolded],
+            "tables": [table.clone() for table in self.tables],
             "size": self.size,
             "batches": self.batches,
             "pending": self._pending,
@@ -90,24 +83,23 @@ class InputMeans(nn.Module):
         }
 
     @torch.no_grad()
-    def load_live_state(self, state: Mapping[str, Any]) -> None:
-        """Put back what `live_state` gave."""
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """See `get_extra_state`."""
+        if [table.shape for table in state["tables"]] != [table.shape for table in self.tables]:
+            raise ConfituneError("the state's input means belong to other layers: is it the state of another network?")
         self.restore(state["size"], state["batches"])
-        torch._foreach_copy_(self.unfolded, list(state["tables"]))
+        torch._foreach_copy_(self.tables, list(state["tables"]))
         if state["pending"]:
             self._plane.copy_(state["plane"])
             self._pending = state["pending"]
 
-    def reset(self) -> None:
-        """Forget everything; the next tracked batch sets the tables."""
-        self.restore(None, 0)
-        for table in self.unfolded:
-            table.zero_()
-
-    def restore(self, size: Size | None, batches: int) -> None:
-        """What was live is replaced: by tables of so many batches, measured at `size`, that the caller puts in."""
+    def restore(self, size: Size | None = None, batches: int = 0) -> None:
+        """The tables have become those of so many batches with planes of this size; without batches they are empty."""
         if self._pending:
             self._plane.zero_()
+        if not batches:
+            for table in self.tables:
+                table.zero_()
         self.size, self.counts = size, (batches, 0)
 
     @torch.no_grad()
@@ -116,8 +108,6 @@ class InputMeans(nn.Module):
         if not (self.training and self.tracking):
             return
         x = args[0].detach()
-        if x.dim() == 2:  # Linear: a 1x1 convolution on a 1x1 plane
-            x = x[:, :, None, None]
         size = (x.shape[-2], x.shape[-1])
         if self.size is None:
             self.size = size
@@ -150,7 +140,7 @@ class InputMeans(nn.Module):
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Bring the tables up to date."""
+        """Bring the pending batches into the tables."""
         if not self._pending:
             return
         assert self.size is not None
@@ -159,22 +149,22 @@ class InputMeans(nn.Module):
             keep, add = earlier / self.batches, 1 / self.batches
         else:
             keep, add = (1 - self.momentum) ** self._pending if earlier else 0.0, 1.0
-        for table, owner in zip(self.unfolded, self._owners, strict=True):
-            of = owner.taps if self.means == "window" else owner.phases
+        for table, geometry in zip(self.tables, self._geometries.values(), strict=True):
+            of = geometry.taps if self.means == "window" else geometry.phases
             rows, columns = (on_device(of, axis, self.size[axis], plane.device, plane.dtype) for axis in (0, 1))
             of_rows = (rows @ plane.reshape(len(plane), -1)).view(-1, *plane.shape[1:])
             table.mul_(keep).add_((columns @ of_rows).permute(2, 0, 1), alpha=add)  # from [I, J, C]
         plane.zero_()
         self._pending = 0
 
-    def window_means(self, reader: int) -> Tensor:
-        """Window means [C, K, K] for one reading convolution, implied by phase means where those are what is kept."""
-        geometry, table, (rows, columns) = self.readers[reader]
-        kept = self.tables[table][:, rows, columns]
+    def window_means(self, geometry: ConvGeometry) -> Tensor:
+        """Window means [C, K, K] for a reading convolution, implied by phase means where those are what is kept."""
+        self.fold()
+        table = self.tables[list(self._geometries).index(self._key(geometry))]
         if self.means == "window":
-            return kept
+            return table
         assert self.size is not None
-        return window_means_from_phases(kept, geometry, self.size)
+        return window_means_from_phases(table, geometry, self.size)
 
 
 def _take_in(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
@@ -194,16 +184,3 @@ _take_in_operator = torch.library.custom_op("confitune::take_in", _take_in, muta
 @_take_in_operator.register_fake
 def _(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
     return None
-
-
-def _share(geometries: Sequence[ConvGeometry], means: Means) -> tuple[list[ConvGeometry], list[_Reader]]:
-    """Fewest tables that serve all geometries, and each geometry's place in them (in the given order)."""
-    owners: list[ConvGeometry] = []
-    for geometry in sorted(geometries, key=lambda g: -g.kernel[0] * g.kernel[1]):
-        if not any(owner.contains(geometry, means) for owner in owners):
-            owners.append(geometry)
-    readers = []
-    for geometry in geometries:
-        places = ((table, owner.contains(geometry, means)) for table, owner in enumerate(owners))
-        readers.append(next(_Reader(geometry, table, place) for table, place in places if place))
-    return owners, readers

@@ -7,7 +7,7 @@ are far from those of pre-training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,11 +72,3 @@ class Moments(Part):
         finally:
             for handle in handles:
                 handle.remove()
-
-    def mixed_row(self) -> Tensor:
-        """Nothing: a norm's scale and shift have its moments in them."""
-        return self.get_buffer("row")[:0]
-
-    @contextmanager
-    def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:
-        yield

@@ -6,12 +6,8 @@ that never move a convolution. The layers stay the stock ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-import timm.layers
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,11 +17,6 @@ from confitune.nn.pairing import Flow
 from confitune.nn.parts.part import Part
 
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-
-# Layers that are known well enough to be done image by image. Batch norm: normalise, then drop, then act.
-_CHANNELS_FIRST = (nn.GroupNorm, timm.layers.GroupNorm, timm.layers.LayerNorm2d)
-_CHANNELS_LAST = (nn.LayerNorm, timm.layers.LayerNorm, nn.RMSNorm)
-_KNOWN = {kind.forward for kind in (_BatchNorm, timm.layers.BatchNormAct2d, *_CHANNELS_FIRST, *_CHANNELS_LAST)}
 
 
 def norm_layers(backbone: nn.Module) -> dict[str, nn.Module]:
@@ -106,70 +97,3 @@ class Norms(Part):
                 if isinstance(layer, _BatchNorm):
                     layer.eval()
         return self
-
-    # ---- image by image --------------------------------------------------------------------------------------------
-
-    def mixed_row(self) -> Tensor:
-        rows: list[Tensor] = []
-        for name, layer in self.layers.items():
-            if type(layer).forward not in _KNOWN:
-                raise ConfituneError(f"{name} is a {type(layer).__name__}, whose forward cannot be done per image")
-            rows += scale_and_shift(layer)
-        return torch.cat([row.reshape(-1) for row in rows])
-
-    @contextmanager
-    def mixing(self, rows: Sequence[Tensor], place: Tensor) -> Iterator[None]:
-        shapes = [shape for layer in self.layers.values() for shape in (_shape(layer), _shape(layer))]
-        chosen = torch.stack(list(rows))[place].split([shape.numel() for shape in shapes], dim=1)
-        parts = iter([part.reshape(-1, *shape) for part, shape in zip(chosen, shapes, strict=True)])
-        try:
-            for layer in self.layers.values():
-                # Shadows the class's own forward for this batch.
-                layer.forward = partial(_forward_mixed, layer, next(parts), next(parts))  # type: ignore[method-assign]
-            yield
-        finally:
-            for layer in self.layers.values():
-                vars(layer).pop("forward", None)
-
-
-def _shape(layer: Any) -> torch.Size:
-    """Of a layer's scale and of its shift."""
-    if isinstance(layer, _BatchNorm):
-        return torch.Size([layer.num_features])
-    return torch.Size([layer.num_channels] if isinstance(layer, nn.GroupNorm) else layer.normalized_shape)
-
-
-def scale_and_shift(layer: Any) -> tuple[Tensor, Tensor]:
-    """What a layer multiplies by and adds: batch norm in evaluation mode to its input, others to what is normalised.
-
-    Batch norm's is worked out in float64, so that it is rounded once.
-    """
-    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
-    if isinstance(layer, _BatchNorm):
-        mean, var = layer.get_buffer("running_mean"), layer.get_buffer("running_var")
-        scale = (var.double() + layer.eps).rsqrt()
-        scale = scale if weight is None else scale * weight.detach().double()
-        shift = -mean.double() * scale
-        shift = shift if bias is None else shift + bias.detach().double()
-        return scale.to(var.dtype), shift.to(var.dtype)
-    like = weight if weight is not None else torch.ones(_shape(layer))
-    return like.detach(), torch.zeros_like(like) if bias is None else bias.detach()
-
-
-def _forward_mixed(layer: Any, scale: Tensor, shift: Tensor, x: Tensor) -> Tensor:
-    """A layer's forward with a scale and a shift [N, C] of each image's own."""
-    if isinstance(layer, _BatchNorm):
-        scale, shift = (rows.reshape(*rows.shape, *(1,) * (x.dim() - 2)) for rows in (scale, shift))
-        y = torch.addcmul(shift, x.to(shift.dtype), scale).to(x.dtype)
-        for name in ("drop", "act"):  # timm's
-            y = getattr(layer, name)(y) if hasattr(layer, name) else y
-        return y
-    own = layer._parameters
-    layer._parameters = dict.fromkeys(own)  # without a scale and a shift it only normalises
-    try:
-        normalised: Tensor = type(layer).forward(layer, x)
-    finally:
-        layer._parameters = own
-    ones = (1,) * (x.dim() - scale.dim())
-    place = (*scale.shape, *ones) if isinstance(layer, _CHANNELS_FIRST) else (len(scale), *ones, *scale.shape[1:])
-    return normalised * scale.reshape(place) + shift.reshape(place)

@@ -8,14 +8,12 @@ before a finished task is used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from confitune.errors import ConfituneError
 from confitune.nn.pairing import Flow
 from confitune.nn.parts.input_means import InputMeans, Statistics
 
@@ -27,13 +25,12 @@ class Part(nn.Module):
 
     Attributes:
         name: of the part in stages, in storage counts, and in `ContinualNet.parts`.
-        input_means: statistics that it takes while a task is trained; the network's `Observer` drives them.
+        input_means: statistics that it takes while a task is trained; the network's `Observer` drives them. A task that
+            has some holds for images of one size only.
         statistics: when they are taken.
-        sized: whether a finished task holds for images of one size only.
     """
 
     name: ClassVar[str]
-    sized: ClassVar[bool] = False
     input_means: Sequence[InputMeans] = ()
     statistics: Statistics = "running"
 
@@ -45,73 +42,49 @@ class Part(nn.Module):
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
         """Find the layers in the backbone; called once, before anything else."""
 
-    def select(self, classes: int) -> None:
-        """The task that comes to live has so many classes."""
-
     def live(self, finished: bool) -> dict[str, Tensor]:
         """The live tensors that are kept of a task, by name; a finished task may need fewer."""
         return {}
-
-    def shapes(self, finished: bool, classes: int) -> dict[str, torch.Size]:
-        """Of what is kept of a task with so many classes, by name and in order."""
-        return {key: tensor.shape for key, tensor in self.live(finished).items()}
 
     def facts(self) -> Facts:
         """Whole numbers that belong to the live tensors, by name."""
         return {}
 
     def restore(self, facts: Facts) -> None:
-        """The live tensors have become those of another task, with these facts (no facts of a part it lacks)."""
-
-    def keep_pretrained_row(self) -> None:
-        """Keep the live tensors, which are those of pre-training, for tasks that do not own this part."""
-        row = [tensor.reshape(-1) for tensor in self.live(False).values()]
-        self.register_buffer("row", torch.cat(row) if row else torch.empty(0))
-
-    def pretrained(self) -> dict[str, Tensor]:
-        """What pre-training left of the live tensors, where that is kept for tasks that do not own this part."""
-        row = self._buffers.get("row")
-        if row is None:
-            return {}
-        live = self.live(False)
-        return dict(zip(live, split_row(row, [tensor.shape for tensor in live.values()]), strict=True))
+        """The live tensors are another task's now, with these facts: none if it is new, reopened or lacks the part."""
 
     def start(self, generator: torch.Generator | None) -> None:
         """Bring the live tensors, which are the last task's, to what a new task starts from."""
-
-    def reopen(self) -> None:
-        """A finished task, which is live, is going to be trained on."""
 
     def offered(self) -> list[nn.Parameter]:
         """Parameters of the current task that can be trained."""
         return []
 
-    def finish(self, task: str) -> None:
-        """The task is about to be stored for good; raise where something is missing."""
-
-    def weights_version(self) -> int:
-        """Grows when a weight moves that `prepare` depends on."""
-        return 0
-
     def prepare(self) -> None:
         """Make a finished task, which is live, ready for use under today's weights."""
 
-    def mixed_row(self) -> Tensor:
-        """What `mixing` needs of the task that is live and prepared, as one row of numbers."""
-        raise ConfituneError(f"{self.name} cannot be told apart image by image: give a batch of one task at a time")
+    # ---- tasks that do without -------------------------------------------------------------------------------------
 
-    def mixing(self, rows: Sequence[Tensor], place: Tensor) -> AbstractContextManager[None]:
-        """Within, image n of a batch is treated as one of the task whose row is `rows[place[n]]`."""
-        raise NotImplementedError
+    def keep_pretrained_row(self) -> None:
+        """Keep the live tensors, which are those of pre-training, for tasks that do not own this part."""
+        self.register_buffer("row", pack(self.live(False).values()))
+
+    def pretrained(self) -> dict[str, Tensor]:
+        """What pre-training left of the live tensors, where that is kept for tasks that do not own this part."""
+        row = self._buffers.get("row")
+        return {} if row is None else unpack(row, {key: tensor.shape for key, tensor in self.live(False).items()})
 
 
-def split_row(row: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Views of a packed row.
+def pack(tensors: Iterable[Tensor]) -> Tensor:
+    """A copy of tensors, one after the other, as one row of numbers."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors] or [torch.empty(0)])
 
-    >>> [part.tolist() for part in split_row(torch.arange(4), [(1, 2), (2,)])]
-    [[[0, 1]], [2, 3]]
+
+def unpack(row: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Views of a packed row, by name.
+
+    >>> {key: view.tolist() for key, view in unpack(torch.arange(4), {"a": (1, 2), "b": (2,)}).items()}
+    {'a': [[0, 1]], 'b': [2, 3]}
     """
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    if sum(sizes) != row.numel():
-        raise ConfituneError(f"a task's row has {row.numel()} numbers, this network keeps {sum(sizes)}")
-    return [part.view(tuple(shape)) for part, shape in zip(row.split(sizes), shapes, strict=True)]
+    views = row.split([torch.Size(shape).numel() for shape in shapes.values()])
+    return {key: view.view(shape) for (key, shape), view in zip(shapes.items(), views, strict=True)}

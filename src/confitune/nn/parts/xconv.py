@@ -8,18 +8,15 @@ ordinary batch norm; only what is stored and what is used at test time differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from confitune.errors import ConfituneError
-from confitune.nn.geometry import Means
-from confitune.nn.pairing import ConvCall, Flow, conv_arguments
+from confitune.nn.geometry import ConvGeometry, Means
+from confitune.nn.pairing import Flow
 from confitune.nn.parts.input_means import InputMeans, Statistics
 from confitune.nn.parts.norms import Norms, batch_norms
 from confitune.nn.parts.part import Facts, Part
@@ -32,44 +29,26 @@ class NoBatchNormError(ConfituneError):
 
 @dataclass(frozen=True)
 class XconvLayer:
-    """A batch norm that directly follows a convolution (or a Linear), and the statistics of what that one reads."""
+    """A batch norm that directly follows a convolution, and the statistics of what that one reads."""
 
     norm: _BatchNorm
-    conv: nn.Module
+    conv: nn.Conv2d
+    geometry: ConvGeometry
     inputs: InputMeans
-    reader: int  # which of the convolutions that read the tensor
-    direct_weight: bool  # forward uses conv.weight and conv.bias as they are
 
     @torch.no_grad()
     def recovered_mean(self) -> Tensor:
         """Output mean under the current weights (Eq. 11; exact for window means), of the task that is live."""
         if not self.inputs.batches:
             raise ConfituneError("no input statistics yet: run training batches through the network first")
-        weight, bias = self._weight_in_use()
-        return recover_output_mean(weight, bias, self.inputs.window_means(self.reader), getattr(self.conv, "groups", 1))
-
-    def _weight_in_use(self) -> tuple[Tensor, Tensor | None]:
-        """The weight that forward uses: a standardised or parametrised convolution computes it on the way."""
-        conv = self.conv
-        if self.direct_weight and "forward" not in vars(conv):  # another part may change it on the way
-            return conv.get_parameter("weight"), conv._parameters.get("bias")
-        geometry = self.inputs.readers[self.reader].geometry
-        extent = [d * (k - 1) + 1 for k, d in zip(geometry.kernel, geometry.dilation, strict=True)]
-        probe = next(conv.parameters()).new_zeros(1, self.inputs.channels, *extent)
-        training, tracking = conv.training, self.inputs.tracking
-        conv.eval()  # spectral norm and the like move their buffers in training mode
-        self.inputs.tracking = False  # the probe is no batch
-        with _WeightSpy() as spy:
-            conv(probe.flatten(1) if isinstance(conv, nn.Linear) else probe)
-        conv.train(training)
-        self.inputs.tracking = tracking
-        return spy.weight, spy.bias
+        means = self.inputs.window_means(self.geometry)
+        return recover_output_mean(self.conv.weight, self.conv.bias, means, self.conv.groups)
 
 
 class XconvNorms(Part):
     """Task-specific batch norms that recover their means.
 
-    A batch norm that no convolution directly precedes keeps all its moments; `fallbacks` says which and why.
+    A batch norm that no plain convolution directly precedes keeps all its moments; `fallbacks` says which and why.
 
     Args:
         means: of the input: 'window' (exact for any convolution) or 'phase' (the paper's, fewer numbers).
@@ -77,7 +56,6 @@ class XconvNorms(Part):
     """
 
     name = "norms"
-    sized = True
 
     def __init__(self, means: Means = "window", statistics: Statistics = "running") -> None:
         super().__init__()
@@ -109,36 +87,34 @@ class XconvNorms(Part):
                 "network."
             )
         self.norms.attach(backbone, flow)
-        found: list[tuple[str, _BatchNorm, ConvCall]] = []
-        readers: dict[Any, dict[str, ConvCall]] = {}  # of each tensor that is read, by their names
+        readers: dict[tuple[int, int], str] = {}  # of tensors: the first convolution of each
         for name, norm in self.norms.layers.items():
-            if isinstance(norm, _BatchNorm):
-                call, reason = flow.conv_before(name)
-                if call is not None and norm.track_running_stats:
-                    found.append((name, norm, call))
-                    readers.setdefault(call.reads, {})[call.module] = call
-                    self.pairs[name] = call.module
-                else:
-                    self.fallbacks[name] = reason or "keeps no running statistics"
-        for name, norm, call in found:
-            group = readers[call.reads]
-            first = next(iter(group))
+            if not isinstance(norm, _BatchNorm):
+                continue
+            call, reason = flow.conv_before(name)
+            if call is not None and call.geometry is None:
+                reason = f"follows {call.module}, which is no plain convolution"
+            elif not norm.track_running_stats:
+                reason = "keeps no running statistics"
+            if call is None or call.geometry is None or reason:
+                self.fallbacks[name] = reason
+                continue
+            conv = backbone.get_submodule(call.module)
+            assert isinstance(conv, nn.Conv2d)
+            first = readers.setdefault(call.reads, call.module)
             if first not in self.inputs:
-                self.inputs[first] = self._observed(backbone, group, norm.momentum)
-            conv, reader = backbone.get_submodule(call.module), list(group).index(call.module)
-            self.layers[name] = XconvLayer(norm, conv, self.inputs[first], reader, call.direct_weight)
+                self.inputs[first] = self._observing(conv, norm)
+            self.inputs[first].add_reader(call.geometry)
+            self.layers[name] = XconvLayer(norm, conv, call.geometry, self.inputs[first])
+            self.pairs[name] = call.module
 
-    def _observed(self, backbone: nn.Module, group: dict[str, ConvCall], momentum: Any) -> InputMeans:
-        """Statistics of a tensor that convolutions read, hooked to the first of them."""
-        first: Any = backbone.get_submodule(next(iter(group)))
-        if any(isinstance(getattr(hook, "__self__", None), InputMeans) for hook in first._forward_pre_hooks.values()):
-            raise ConfituneError(
-                f"{type(backbone).__name__} keeps input means already: make one ContinualNet of a network, or copy it"
-            )
-        channels = first.in_channels if isinstance(first, nn.Conv2d) else first.in_features
-        inputs = InputMeans(channels, [call.geometry for call in group.values() if call.geometry], self.means, momentum)
-        inputs.to(next(first.parameters())).train(first.training)
-        first.register_forward_pre_hook(inputs.observe)
+    def _observing(self, conv: nn.Conv2d, norm: _BatchNorm) -> InputMeans:
+        """Statistics of what a convolution reads, hooked to it; they move as those of its norm do."""
+        if any(isinstance(getattr(hook, "__self__", None), InputMeans) for hook in conv._forward_pre_hooks.values()):
+            raise ConfituneError("the network keeps input means already: make one ContinualNet of a network")
+        assert norm.momentum is not None
+        inputs = InputMeans(conv.in_channels, self.means, norm.momentum).to(conv.weight).train(conv.training)
+        conv.register_forward_pre_hook(inputs.observe)
         self.registered.append(inputs)
         return inputs
 
@@ -146,26 +122,14 @@ class XconvNorms(Part):
         """Which batch norm is paired with which convolution, and which keep all their moments."""
         told = {name: f"after {conv}" for name, conv in self.pairs.items()}
         told |= {name: f"keeps its mean: {reason}" for name, reason in self.fallbacks.items()}
-        width = max(map(len, told))
-        lines = [f"  {name:<{width}}  {told[name]}" for name in self.norms.layers if name in told]
-        return "\n".join(
-            [f"{len(self.pairs)} of {len(told)} batch norms recover their mean ({self.means} means)", *lines]
-        )
+        first = f"{len(self.pairs)} of {len(told)} batch norms recover their mean ({self.means} means)"
+        return "\n".join([first, *(f"  {name}  {told[name]}" for name in self.norms.layers if name in told)])
 
     def live(self, finished: bool) -> dict[str, Tensor]:
-        for inputs in self.input_means:
-            inputs.fold()
-        return self._live(finished)
-
-    def shapes(self, finished: bool, classes: int) -> dict[str, torch.Size]:
-        """As they are, without folding: asking must not change the last bits of a task in training."""
-        return {key: tensor.shape for key, tensor in self._live(finished).items()}
-
-    def _live(self, finished: bool) -> dict[str, Tensor]:
         recovered = {f"{name}.running_mean" for name in self.layers if finished}  # these are not kept
         found = {key: tensor for key, tensor in self.norms.live(finished).items() if key not in recovered}
         for conv, inputs in self.inputs.items():
-            for number, table in enumerate(inputs.unfolded):
+            for number, table in enumerate(inputs.tables):
                 found[f"{conv}.input_means" + (f".{number}" if number else "")] = table
         return found
 
@@ -175,61 +139,21 @@ class XconvNorms(Part):
 
     def restore(self, facts: Facts) -> None:
         for conv, inputs in self.inputs.items():
-            height, width, batches = facts[f"{conv}.input_size"]
+            height, width, batches = facts.get(f"{conv}.input_size", (0, 0, 0))
             inputs.restore((height, width) if height else None, batches)
 
     def start(self, generator: torch.Generator | None) -> None:
-        self.reopen()
-
-    def reopen(self) -> None:
-        for inputs in self.input_means:
-            inputs.reset()
+        if changed := [name for name, layer in self.layers.items() if "forward" in vars(layer.conv)]:
+            raise ConfituneError(
+                f"the mean of {changed[0]} cannot be recovered: another part changes the weight of the convolution "
+                "before it, as Deltas does; use Norms with it, not XconvNorms"
+            )
 
     def offered(self) -> list[nn.Parameter]:
         return self.norms.offered()
 
-    def finish(self, task: str) -> None:
-        if any(not inputs.batches for inputs in self.input_means):
-            before = " and measure(batches) of its images" if self.statistics == "pass" else ""
-            raise ConfituneError(f"task {task!r} has seen no training batch: train it{before} before finishing it")
-
-    def weights_version(self) -> int:
-        tensors = (t for layer in self.layers.values() for t in (*layer.conv.parameters(), *layer.conv.buffers()))
-        return sum(tensor._version for tensor in tensors)
-
     @torch.no_grad()
     def prepare(self) -> None:
         """Recover the means of all layers through today's weights."""
-        means = [layer.recovered_mean() for layer in self.layers.values()]
-        if means:
-            torch._foreach_copy_([layer.norm.get_buffer("running_mean") for layer in self.layers.values()], means)
-
-    def mixed_row(self) -> Tensor:
-        return self.norms.mixed_row()
-
-    def mixing(self, rows: Sequence[Tensor], place: Tensor) -> AbstractContextManager[None]:
-        return self.norms.mixing(rows, place)
-
-    def get_extra_state(self) -> list[dict[str, Any]]:
-        """The live statistics, exactly as they are."""
-        return [inputs.live_state() for inputs in self.input_means]
-
-    def set_extra_state(self, state: list[dict[str, Any]]) -> None:
-        """See `get_extra_state`."""
-        shapes = [[table.shape for table in inputs.tables] for inputs in self.input_means]
-        if [[table.shape for table in live["tables"]] for live in state] != shapes:
-            raise ConfituneError("the state's input means belong to other layers: is it the state of another network?")
-        for inputs, live in zip(self.input_means, state, strict=True):
-            inputs.load_live_state(live)
-
-
-class _WeightSpy(TorchFunctionMode):
-    """Remembers the weight and bias that a convolution hands to torch."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if used := conv_arguments(func, args, kwargs or {}):
-            _, self.weight, self.bias = used
-        return func(*args, **(kwargs or {}))
+        for layer in self.layers.values():
+            layer.norm.get_buffer("running_mean").copy_(layer.recovered_mean())
