@@ -101,9 +101,6 @@ class TrainSettings(BaseModel):
     lr_milestones: tuple[float, ...] = Field(
         (1 / 3, 2 / 3, 5 / 6), description="for 'step': shares of a task's epochs after which lr is divided by 10"
     )
-    lr_restart: float | None = Field(
-        None, gt=0, lt=1, description="share of a task's epochs after which the schedule runs again, at a third of lr"
-    )
     warmup: float = Field(0.0, ge=0, lt=1, description="share of a task's steps in which lr grows from 0 (paper: none)")
     label_smoothing: float = Field(
         0.0, ge=0, lt=1, description="share of a label spread over all classes (paper: none)"
@@ -165,22 +162,15 @@ class TrainSettings(BaseModel):
         >>> settings = TrainSettings(epochs=10, lr_schedule="cosine", warmup=0.2)
         >>> [round(settings.lr_factor(epochs), 3) for epochs in (0, 1, 2, 6, 9.99)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
-        >>> settings = TrainSettings(epochs=10, lr_schedule="cosine", lr_restart=0.8)
-        >>> [round(settings.lr_factor(epochs), 3) for epochs in (0, 4, 7.99, 8, 9)]
-        [1.0, 0.5, 0.0, 0.333, 0.167]
         """
-        done, most = epochs / self.epochs, 1.0
-        if self.lr_restart is not None and done >= self.lr_restart:
-            done, most = (done - self.lr_restart) / (1 - self.lr_restart), 1 / 3
-        elif self.lr_restart is not None:
-            done = done / self.lr_restart
+        done = epochs / self.epochs
         if done < self.warmup:
-            return most * done / self.warmup
+            return done / self.warmup
         if self.lr_schedule == "cosine":
-            return most * 0.5 * (1 + math.cos(math.pi * (done - self.warmup) / (1 - self.warmup)))
+            return 0.5 * (1 + math.cos(math.pi * (done - self.warmup) / (1 - self.warmup)))
         if self.lr_schedule == "step":
-            return most * 0.1 ** sum(done * self.epochs >= round(share * self.epochs) for share in self.lr_milestones)
-        return most
+            return float(0.1 ** sum(epochs >= round(share * self.epochs) for share in self.lr_milestones))
+        return 1.0
 
     def tracked_steps(self, momentum: float) -> int:
         """How many last steps matter to an exponential average with this momentum.

@@ -23,15 +23,13 @@ class LinearFit:
     Attributes:
         weight: [K, F].
         bias: [K].
-        left_out: [N, K], logits of each image in the fit without its fold.
-        right: [N], whether an image is told right by them.
+        right: [N], whether an image is told right by the fit without its fold.
         loss: mean cross-entropy of images in the fits without their folds.
         folds: [N], the fold of each image, on the CPU.
     """
 
     weight: Tensor
     bias: Tensor
-    left_out: Tensor
     right: Tensor
     loss: float
     folds: Tensor
@@ -107,7 +105,7 @@ def fit_linear(features: Tensor, labels: Tensor, classes: int, folds: Tensor) ->
     weight = scaled[:, :-1] @ axes.T / spread
     bias = scaled[:, -1] - weight @ centre
     right = left_out[best].argmax(1) == labels
-    return LinearFit(weight, bias, left_out[best], right, float(losses[best]), folds)
+    return LinearFit(weight, bias, right, float(losses[best]), folds)
 
 
 def _principal(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,16 +127,3 @@ def gain(new: Tensor, old: Tensor) -> tuple[float, float]:
     """
     change = new.double() - old.double()
     return 100 * float(change.mean()), 100 * math.sqrt(float(change.square().sum())) / len(change)
-
-
-def calibrated_loss(logits: Tensor, labels: Tensor) -> float:
-    """The cross-entropy with the temperature that makes it least: how sure a classifier is does not count.
-
-    >>> logits, labels = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])
-    >>> calibrated_loss(logits, labels) == calibrated_loss(2 * logits, labels) < 0.1
-    True
-    """
-    sharper = torch.arange(-16, 17, device=logits.device).mul(0.25).exp2()
-    scaled = logits.float() * sharper[:, None, None] / logits.float().std().clamp_min(1e-6)
-    losses = cross_entropy(scaled.flatten(0, 1), labels.to(logits.device).repeat(len(sharper)), reduction="none")
-    return float(losses.view(len(sharper), -1).mean(1).min())
