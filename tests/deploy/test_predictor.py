@@ -4,6 +4,7 @@ import hashlib
 import io
 import struct
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -436,3 +437,18 @@ def test_reading_a_bundle_changes_nothing_in_it(taught, pixels):
     Predictor.from_bundle(path, device="cpu", ready=1).predict(pixels["reds"], [None] * 8)
     check_tasks(Bundle.open(path), "cpu")
     assert state() == before
+
+
+def test_threads_that_ask_at_once_get_their_own_answers(taught_once):
+    predictor = Predictor.from_bundle(taught_once[4], device="cpu", ready=2)
+    tasks = list(predictor.tasks)
+    images = torch.randint(0, 256, (8, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+
+    def ask(n):
+        return n, predictor.predict(images[n % 8][None], [tasks[n % 4]])[0]
+
+    alone = [ask(n)[1] for n in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for n, found in pool.map(ask, range(80)):
+            assert found.task == alone[n % 8].task
+            assert dict(found.classes) == pytest.approx(dict(alone[n % 8].classes), abs=1e-5)

@@ -109,6 +109,23 @@ class Bundle:
         return self._head.lineage
 
     @property
+    def version(self) -> str:
+        """Tells states of the bundle apart: each change makes another one."""
+        return self._head.index_chain[:12]
+
+    def stamp(self) -> tuple[int, int] | None:
+        """Of the head on disk: another one after every change; None where there is none."""
+        try:
+            status = (self.path / HEAD).lstat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    def has_backbone_of(self, other: Bundle) -> bool:
+        """Whether both are one network with the same weights, so that tasks of one fit the other."""
+        return self.lineage == other.lineage and self.network == other.network
+
+    @property
     def written(self) -> str:
         """When it was changed last."""
         return self._head.written
@@ -228,7 +245,7 @@ class Bundle:
     def copy_task(self, source: Bundle, task: str, to: str | None = None) -> None:
         """Take a task over from another bundle, whose backbone must be this one's."""
         record = source.record(task)
-        if source.lineage != self.lineage or source.network != self.network:
+        if not self.has_backbone_of(source):
             raise BundleError(
                 f"{task!r} cannot be copied: the backbones of {source.path} and {self.path} are not the same. Where "
                 "learning moves the backbone, only a bundle that has learned the very same tasks can take it; learn "

@@ -13,10 +13,10 @@ from confitune.deploy.server.batching import Batcher
 from confitune.deploy.server.limits import Refusal
 from confitune.errors import ConfituneError
 from confitune.tasks import UnreadableImageError
-from deploy.shared import until
+from deploy.shared import FakePredictor, until
 
 
-class Fake:
+class Fake(FakePredictor):
     """An image is its first byte; its best class says which byte that was."""
 
     name = "fake"
@@ -173,28 +173,51 @@ def test_only_the_unreadable_image_fails_and_gives_its_place_back(started, fake)
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
+    ("error", "reason", "healthy"),
     [
-        (ConfituneError("the task is gone"), "the prediction failed: the task is gone"),
-        (RuntimeError("CUDA out of memory at 0x7f00"), "the prediction failed: RuntimeError"),
+        (ConfituneError("/srv/model/x is damaged"), "task 'pets' cannot be used; the server's log says why", True),
+        (RuntimeError("CUDA out of memory at 0x7f00"), "the prediction failed; the server's log says why", False),
     ],
 )
-def test_a_failed_batch_fails_its_images_and_no_others(started, fake, error, reason):
+def test_a_failed_batch_fails_its_images_and_no_others(started, fake, error, reason, healthy):
+    fake.tasks = {"pets": None}
     batcher = started(max_batch=2)
     fake.fails = error
     for answer in batcher.submit(files(1, 2), ["pets"] * 2, 1):
         with pytest.raises(Refusal) as refused:
             answer.result(5)
         assert (refused.value.status, refused.value.detail) == (500, reason)
+    until(lambda: batcher.healthy == healthy)
     fake.fails = None
     assert best(batcher.submit(files(3), ["pets"], 1)) == ["3-0"]
-    assert batcher.healthy
+    until(lambda: batcher.healthy)
+
+
+def test_a_task_that_fails_or_is_gone_fails_alone(started, fake):
+    fake.tasks = {"pets": None, "broken": None}
+    real = fake.predict
+
+    def predict(pixels, tasks, top):
+        if {"broken", "removed"} & set(tasks):
+            raise ConfituneError("/srv/model/tasks/1.safetensors is damaged")
+        return real(pixels, tasks, top)
+
+    fake.predict = predict
+    batcher = started(max_batch=4, max_wait_ms=1000)
+    answers = batcher.submit(files(1, 2, 3, 4), ["pets", "broken", "removed", None], 1)
+    assert best([answers[0], answers[3]]) == ["1-0", "4-0"]
+    for answer, error in ((answers[1], "unreadable-task"), (answers[2], "unknown-task")):
+        with pytest.raises(Refusal) as refused:
+            answer.result(5)
+        assert refused.value.error == error
+        assert "/srv" not in refused.value.detail
 
 
 def test_too_few_predictions_fail_the_batch_rather_than_go_to_the_wrong_image(started, fake):
+    fake.tasks = {"pets": None}
     batcher = started()
     fake.predict = lambda pixels, tasks, top: []
-    with pytest.raises(Refusal, match="the prediction failed: RuntimeError"):
+    with pytest.raises(Refusal, match="the prediction failed; the server's log"):
         batcher.submit(files(1), ["pets"], 1)[0].result(5)
 
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from confitune.deploy import Prediction, TaskInfo
 from confitune.deploy.server import Limits, running_server
 from confitune.tasks import UnreadableImageError
-from deploy.shared import until
+from deploy.shared import FakePredictor, until
 
 httpx = pytest.importorskip("httpx", reason="pip install httpx")
 pytest.importorskip("fastapi", reason="pip install 'confitune[serve]'")
 
 
-class Sizes:
+class Sizes(FakePredictor):
     """Every image that does not begin with 'bad' can be read; its class is its number of bytes."""
 
     name = "sizes"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from confitune.deploy.predictor import Prediction, Predictor
-from confitune.deploy.server.limits import Limits, Refusal
+from confitune.deploy.server.limits import Limits, Refusal, unknown_task
 from confitune.errors import ConfituneError
 
 _log = logging.getLogger("confitune.serve")
@@ -50,7 +50,7 @@ class Batcher:
         self._changed = threading.Condition()
         self._ready: deque[_Job] = deque()
         self._waiting = 0
-        self._stopped = False
+        self._stopped = self._failing = False
         self._decoders = ThreadPoolExecutor(limits.decoders, thread_name_prefix="confitune-decode")
         # A daemon: a predictor that never returns must not keep the process from ending.
         self._worker = threading.Thread(target=self._work, name="confitune-predict", daemon=True)
@@ -62,8 +62,8 @@ class Batcher:
 
     @property
     def healthy(self) -> bool:
-        """Whether images are being answered."""
-        return self._worker.is_alive()
+        """Whether images are being answered: whatever the last batch was of, it did not fail as a whole."""
+        return self._worker.is_alive() and not self._failing
 
     def start(self) -> None:
         """Begin to answer."""
@@ -143,20 +143,42 @@ class Batcher:
         return [job for job in batch if job.answer.set_running_or_notify_cancel()]
 
     def _predict(self, batch: list[_Job]) -> None:
+        """Answer a batch; where that fails, task by task, so that a task that cannot be used fails alone."""
         try:
-            pixels = torch.stack([job.pixels for job in batch if job.pixels is not None])
-            # As many classes as the most that anyone wants; each takes as many as it asked for.
-            found = self._predictor.predict(pixels, [job.task for job in batch], max(job.top for job in batch))
-            if len(found) != len(batch):
-                raise RuntimeError(f"{len(found)} predictions for {len(batch)} images")
-        except Exception as error:
-            _log.exception("a batch of %d images failed", len(batch))
-            reason = str(error) if isinstance(error, ConfituneError) else type(error).__name__
-            for job in batch:
-                _settle(job.answer, Refusal(500, "prediction-failed", f"the prediction failed: {reason}"))
+            self._answer(batch)
+            self._failing = False
             return
+        except Exception:
+            _log.exception("a batch of %d images failed", len(batch))
+        tasks, failed = {job.task for job in batch}, 0
+        for task in tasks:
+            jobs = [job for job in batch if job.task == task]
+            try:
+                self._answer(jobs)
+            except Exception as error:
+                refusal = self._refusal(task, error)
+                failed += not isinstance(error, ConfituneError)
+                for job in jobs:
+                    _settle(job.answer, refusal)
+        self._failing = failed == len(tasks)
+
+    def _answer(self, batch: list[_Job]) -> None:
+        self._predictor.renew()
+        pixels = torch.stack([job.pixels for job in batch if job.pixels is not None])
+        # As many classes as the most that anyone wants; each takes as many as it asked for.
+        found = self._predictor.predict(pixels, [job.task for job in batch], max(job.top for job in batch))
+        if len(found) != len(batch):
+            raise RuntimeError(f"{len(found)} predictions for {len(batch)} images")
         for job, prediction in zip(batch, found, strict=True):
             _settle(job.answer, prediction)
+
+    def _refusal(self, task: str | None, error: Exception) -> Refusal:
+        """Why there is no answer, in words that tell nothing of the server."""
+        if task is not None and task not in self._predictor.tasks:
+            return unknown_task(task)  # it was removed meanwhile
+        if task is not None and isinstance(error, ConfituneError):
+            return Refusal(500, "unreadable-task", f"task {task!r} cannot be used; the server's log says why")
+        return Refusal(500, "prediction-failed", "the prediction failed; the server's log says why")
 
 
 def _settle(answer: Future[Prediction], outcome: Prediction | Exception) -> None:

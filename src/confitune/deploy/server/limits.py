@@ -64,6 +64,11 @@ class Refusal(ConfituneError):
         return self.detail
 
 
+def unknown_task(name: str) -> Refusal:
+    """There is no such task, or no longer."""
+    return Refusal(404, "unknown-task", f"there is no task {name[:100]!r}; /v1/tasks lists those that there are")
+
+
 def megabytes(count: int) -> str:
     """A number of bytes in words.
 
