@@ -67,7 +67,7 @@ def rows(out):
 
 @pytest.fixture
 def quick(decoded):
-    return ["--epochs", 1, "--batch-size", 4, "--lr", 0.02, "--device", "cpu", "--cache-dir", decoded]
+    return ["--epochs", 4, "--batch-size", 4, "--lr", 0.02, "--device", "cpu", "--cache-dir", decoded]
 
 
 def test_learn_makes_a_bundle_and_then_adds_to_it(confitune, photos, quick, new_bundle, tmp_path):
@@ -438,3 +438,11 @@ def test_the_pages_python_example_runs(taught, pictures, tmp_path, monkeypatch, 
     assert guessed[0] in ("birds", "trees", None)
     assert first[1][0][0] in bundle.record("birds").classes
     assert 0.5 <= first[1][0][1] <= 1  # the better of two classes
+
+
+def test_undo(confitune, taught):
+    path = taught(2)
+    assert json.loads(confitune("tasks", path, "--undo", "--json").out)[0]["task"] == "reds"
+    assert list(Bundle.open(path).tasks) == ["reds"]
+    assert "can be undone" in refused(confitune("tasks", path, "--undo"))
+    assert "--undo goes back on its own" in refused(confitune("tasks", path, "--undo", "--remove", "reds"))

@@ -218,13 +218,6 @@ def test_repair_goes_back_for_good(taught, taught_once, teach, part):
     assert examine(path).findings == []
 
 
-def test_going_back_leaves_a_whole_bundle_alone(taught):
-    path = taught(2)
-    before = contents(path)
-    Bundle.open(path).go_back()
-    assert contents(path) == before
-
-
 # ---- damage to what is kept for it -----------------------------------------------------------------------------------
 
 

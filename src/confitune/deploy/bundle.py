@@ -38,7 +38,7 @@ from confitune.deploy.format import (
     foreign_files,
     own_files,
 )
-from confitune.deploy.journal import State, alone, commit, is_bundle, read_head, read_state, write_head
+from confitune.deploy.journal import State, alone, commit, is_bundle, read_before, read_head, read_state, write_head
 from confitune.deploy.loading import load_network, load_task
 from confitune.errors import ConfituneError
 from confitune.files import sync_folder
@@ -309,10 +309,11 @@ class Bundle:
             path.unlink()
 
     def go_back(self) -> None:
-        """Make what it was before its last change what it is, for good, if it is damaged."""
+        """Make what it was before its last change what it is, for good; what was made since is deleted."""
         with alone(self.path):
-            self._state, self.damage = read_state(self.path, TensorFiles(self.path))
-            if self.damage is not None:
-                write_head(self.path / HEAD, self._head)
-                self.damage = None
-                self.sweep()
+            self._state = read_before(self.path, TensorFiles(self.path))
+            self._begin()
+            write_head(self.path / HEAD, self._head)
+            self.damage = None
+            self.sweep()
+            (self.path / UNFINISHED).unlink()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
@@ -30,15 +31,15 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from confitune.errors import ConfituneError
-from confitune.files import checksum_of, write_whole
+from confitune.files import checksum_of, open_plain, write_whole
 from confitune.methods import METHODS, Method, create_method
 
 FORMAT = 2
 HEAD, BEFORE, INDEX = "bundle.json", "bundle.before.json", "index.jsonl"
 LOCK, UNFINISHED = ".lock", ".unfinished"
-BACKBONES, TASKS, HELD_OUT = _FOLDERS = ("backbones", "tasks", "held-out")
+BACKBONES, TASKS, HELD_OUT = FOLDERS = ("backbones", "tasks", "held-out")
 NAME_LENGTH = 100
-_FOLDER = f"({'|'.join(_FOLDERS)})/"
+_FOLDER = f"({'|'.join(FOLDERS)})/"
 _OWN = re.compile(
     rf"{_FOLDER}[0-9a-f]{{64}}\.safetensors|({_FOLDER})?([0-9a-f]{{64}}|bundle|bundle\.before)\.[0-9a-f]{{32}}\.partial"
 )
@@ -242,12 +243,12 @@ def own_files(path: Path) -> list[str]:
 
 def foreign_files(path: Path) -> list[str]:
     """What is in a folder that no bundle writes."""
-    usual = {LOCK, UNFINISHED, INDEX, *_FOLDERS}
+    usual = {LOCK, UNFINISHED, INDEX, *FOLDERS}
     return [name for name in _names_in(path) if name not in usual and not _OWN.fullmatch(name)]
 
 
 def _names_in(path: Path) -> list[str]:
-    found = [*path.glob("*"), *(entry for folder in _FOLDERS for entry in (path / folder).glob("*"))]
+    found = [*path.glob("*"), *(entry for folder in FOLDERS for entry in (path / folder).glob("*"))]
     return sorted(entry.relative_to(path).as_posix() for entry in found)
 
 
@@ -283,10 +284,11 @@ class TensorFiles:
         name = file_name(folder, stored)
         path = self._root / name
         try:
-            size = path.stat().st_size
-            if size != stored.bytes:
-                raise DamagedError(f"{path} is damaged: {size} bytes, not {stored.bytes}; restore it from a copy")
-            data = path.read_bytes()
+            with open_plain(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != stored.bytes:
+                    raise DamagedError(f"{path} is damaged: {size} bytes, not {stored.bytes}; restore it from a copy")
+                data = file.read()
         except OSError as error:
             raise DamagedError(f"{path} cannot be read: {error}; restore it from a copy") from error
         if name not in self._whole and hashlib.sha256(data).hexdigest() != stored.sha256:
@@ -303,4 +305,6 @@ class TensorFiles:
             raise BundleError(f"{path} holds no tensors: {error}") from error
         if not {tensor.dtype for tensor in tensors.values()} <= _KINDS:
             raise BundleError(f"{path} holds tensors of a kind that no bundle has")
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            raise BundleError(f"{path} holds numbers that are not finite: nothing can be predicted with them")
         return tensors
