@@ -216,7 +216,8 @@ class Client:
         if self._streams is None:
             self._streams = await asyncio.open_connection(*self._where)
         reader, writer = self._streams
-        head = f"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         try:
             writer.write(head.encode() + body)
             await writer.drain()

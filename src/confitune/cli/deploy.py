@@ -258,6 +258,9 @@ def serve_command(
     max_batch: Annotated[int, Option(min=1, help="images of all requests that go through the network together")] = 32,
     queue: Annotated[int, Option(min=1, help="images that may wait; more are refused with 429")] = 256,
     max_body_mb: Annotated[int, Option(min=1, help="of one request")] = 32,
+    allow_host: Annotated[
+        list[str] | None, Option(metavar="NAME", help="a name that the server is reached by; may be given many times")
+    ] = None,
 ) -> None:
     """Answer over HTTP, with a page to drop photos on.
 
@@ -282,7 +285,8 @@ def serve_command(
         body_bytes=body,
         all_bodies_bytes=max(body, Limits.all_bodies_bytes),
     )
-    serve(Predictor.from_bundle(bundle, device=device), host=host, port=port, limits=limits)
+    predictor = Predictor.from_bundle(bundle, device=device)
+    serve(predictor, host=host, port=port, limits=limits, hosts=allow_host or ())
 
 
 @app.command(name="export")

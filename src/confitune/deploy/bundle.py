@@ -99,11 +99,6 @@ class Bundle:
         return MappingProxyType(self._state.accuracy)
 
     @property
-    def last_task(self) -> str:
-        """The task that was added last of those there are."""
-        return next(reversed(self._state.tasks))
-
-    @property
     def lineage(self) -> str:
         """Tells backbones apart: equal only where every step of learning was the same."""
         return self._head.lineage

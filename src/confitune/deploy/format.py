@@ -206,14 +206,14 @@ def head_from_bytes(data: bytes, where: str) -> Head:
     try:
         values = json.loads(data)
         checksum = values.pop("checksum")
+        if checksum != checksum_of(values):
+            raise DamagedError(f"{where} is damaged: its checksum does not fit; restore it from a copy")
         found = values.get("format")
         if isinstance(found, int) and found != FORMAT:
             raise BundleError(
                 f"{where} was written by another version of confitune (format {found}, not {FORMAT}): use that one, or "
                 "learn its tasks into a new bundle"
             )
-        if checksum != checksum_of(values):
-            raise DamagedError(f"{where} is damaged: its checksum does not fit; restore it from a copy")
         return Head.model_validate(values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{where} is damaged, or no bundle's: {_brief(error)}; restore it from a copy") from error
@@ -274,7 +274,10 @@ class TensorFiles:
         data = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, metadata)
         stored = StoredFile(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
         path = self._root / file_name(folder, stored)
-        if not (path.exists() and path.stat().st_size == stored.bytes):
+        self._whole.discard(file_name(folder, stored))
+        try:
+            self.check(folder, stored)
+        except DamagedError:  # or it is not there yet
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, lambda out: out.write(data))
         return stored

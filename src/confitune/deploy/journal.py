@@ -209,7 +209,9 @@ def alone(path: Path) -> Iterator[None]:
         raise BundleError(f"another process is changing {path}; try again when it is done")
 
     require_own(path)
-    with exclusive(path / LOCK, busy):
+    with exclusive(path / LOCK, busy) as held:
+        if not held:
+            raise BundleError(f"{path} cannot be locked, so two changes could undo each other: use a local disk")
         yield
 
 

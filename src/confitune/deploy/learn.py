@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from confitune.nn import ContinualNet, create_backbone
 from confitune.settings import NetworkSettings, TrainSettings
 from confitune.tasks import CROP, Progress, Task, load_folder_task
 
+_log = logging.getLogger(__name__)
 _TRIED = 256  # training images that show whether anything was learned
 
 
@@ -90,8 +92,8 @@ def learn(
     with opened.changing():
         opened.require_new(task)
         if net is None or Bundle.exists(bundle):  # it may have been made meanwhile
-            whole = [name for name, record in opened.tasks.items() if not record.only_head]
-            net = opened.load_network(whole[-1:] or [opened.last_task])  # the new one starts from it
+            net = opened.load_network()
+            _load_start(opened, net)
         network, method = opened.network, opened.network.learner()
         images = load_folder_task(
             folder, task, mean=network.mean, std=network.std, size=network.size, cache_dir=cache_dir, progress=progress
@@ -145,6 +147,18 @@ def learn(
         held_out_bytes=kept_file.bytes if kept_file else 0,
         seconds=time.monotonic() - began,
     )
+
+
+def _load_start(bundle: Bundle, net: ContinualNet) -> None:
+    """What a new task starts from: the last one that owns more than a head, or the last; damaged ones are passed by."""
+    whole = [name for name, record in bundle.tasks.items() if not record.only_head]
+    for task in reversed(whole or list(bundle.tasks)):
+        try:
+            bundle.load_task(net, task)
+            return
+        except BundleError as error:
+            _log.warning("%s. The new task starts from the one before %r", error, task)
+    raise BundleError(f"{bundle.path} has no task that a new one could start from; learn it into a new bundle")
 
 
 def _require_learned(net: ContinualNet, task: Task, settings: TrainSettings) -> None:

@@ -170,7 +170,7 @@ def test_the_app_runs_under_any_asgi_server():
     before = set(threading.enumerate())
     app = create_app(Fake())
     assert set(threading.enumerate()) <= before
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://localhost") as client:
         assert client.get("/healthz").json()["status"] == "ok"
         answer = client.post("/v1/predict", files={"images": ("a.png", b"x")})
         assert answer.json()["predictions"][0]["classes"] == [{"name": "cat", "probability": 1.0}]

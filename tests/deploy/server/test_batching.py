@@ -1,11 +1,13 @@
 """Images of many requests in few batches: who is asked for what, and who gets which answer."""
 
+import io
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from confitune.deploy import Prediction
 from confitune.deploy.server import Limits, batching
@@ -260,3 +262,39 @@ def test_many_threads_at_once_get_their_own_answers(started, fake):
 
 def test_no_wait_at_all_is_a_limit(started):
     assert best(started(max_wait_ms=0).submit(files(3), ["pets"], 1)) == ["3-0"]
+
+
+def png(width, height):
+    out = io.BytesIO()
+    Image.new("1", (width, height)).save(out, "PNG")
+    return out.getvalue()
+
+
+def test_the_pixels_of_a_request_are_counted_before_they_are_decoded(started, fake):
+    batcher = started(pixels=1_000_000, decoders=1)
+    answers = batcher.submit([(str(n), png(600, 600)) for n in range(5)], ["pets"] * 5, 1)
+    found = [answer.exception(5) for answer in answers]
+    assert [error is None for error in found] == [True, True, False, False, False]
+    assert {(error.status, error.error) for error in found[2:]} == {(413, "too-many-pixels")}
+    assert fake.decoded == ["0", "1"]
+    assert batcher.waiting == 0
+    assert best(batcher.submit(files(7), ["pets"], 1)) == ["7-0"]
+
+
+def test_a_request_of_many_images_does_not_hold_up_another(started, fake):
+    batcher, first, go_on = started(decoders=1), threading.Event(), threading.Event()
+    real = fake.decode
+
+    def decode(data, name):
+        first.set()
+        assert go_on.wait(5)
+        return real(data, name)
+
+    fake.decode = decode
+    many = batcher.submit(files(*range(1, 30)), ["pets"] * 29, 1)
+    assert first.wait(5)
+    few = batcher.submit([("other", b"x")], ["pets"], 1)
+    go_on.set()
+    assert best(few)
+    assert best(many)
+    assert fake.decoded.index("other") <= 2

@@ -21,8 +21,17 @@ from torch import Tensor
 from confitune.deploy.predictor import Prediction, Predictor
 from confitune.deploy.server.limits import Limits, Refusal, unknown_task
 from confitune.errors import ConfituneError
+from confitune.tasks.decode import pixels_of
 
 _log = logging.getLogger("confitune.serve")
+
+
+@dataclass
+class _Request:
+    """Images of one request that are yet to be decoded."""
+
+    jobs: deque[_Job]
+    pixels: int  # that it may still have
 
 
 @dataclass
@@ -48,6 +57,7 @@ class Batcher:
         self._predictor = predictor
         self._limits = limits
         self._changed = threading.Condition()
+        self._requests: deque[_Request] = deque()
         self._ready: deque[_Job] = deque()
         self._waiting = 0
         self._stopped = self._failing = False
@@ -90,8 +100,9 @@ class Batcher:
         with self._changed:
             self.check_room(len(jobs))
             self._waiting += len(jobs)
-            for job in jobs:
-                self._decoders.submit(self._decode, job)
+            self._requests.append(_Request(deque(jobs), self._limits.pixels))
+            for _ in jobs:
+                self._decoders.submit(self._decode_next)
         return [job.answer for job in jobs]
 
     def close(self) -> None:
@@ -102,10 +113,19 @@ class Batcher:
         self._decoders.shutdown(cancel_futures=True)
         self._worker.join(1.0)
 
-    def _decode(self, job: _Job) -> None:
+    def _decode_next(self) -> None:
+        """One image of the request whose turn it is: one with many that take long holds nobody up."""
+        with self._changed:
+            request = self._requests.popleft()
+            job = request.jobs.popleft()
+            if request.jobs:
+                self._requests.append(request)
         try:
             if not job.answer.cancelled():
+                self._count_pixels(request, job)
                 job.pixels = self._predictor.decode(job.data, job.name)
+        except Refusal as refusal:
+            _settle(job.answer, refusal)
         except Exception as error:  # whatever a decoder makes of bytes from anywhere, it is the image's fault
             reason = f"cannot read the image {job.name}: {type(error).__name__}"
             if isinstance(error, ConfituneError):
@@ -121,6 +141,15 @@ class Batcher:
                 job.ready_at = time.monotonic()
                 self._ready.append(job)
             self._changed.notify_all()
+
+    def _count_pixels(self, request: _Request, job: _Job) -> None:
+        pixels = pixels_of(job.data)
+        with self._changed:
+            request.pixels -= pixels
+        if request.pixels < 0:
+            most = f"{self._limits.pixels / 1e6:g} million"
+            detail = f"the images of the request have more than {most} pixels: send fewer or smaller ones"
+            raise Refusal(413, "too-many-pixels", detail, image=job.name)
 
     def _work(self) -> None:
         while (batch := self._next_batch()) is not None:

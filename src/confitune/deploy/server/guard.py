@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -25,16 +28,23 @@ _SILENCE_SECONDS = 2.0
 
 @dataclass
 class Load:
-    """Bytes of all requests under way."""
+    """Requests under way, and the bytes of their bodies."""
 
+    requests: int = 0
     body_bytes: int = 0
 
 
 class Guard:
-    """The middleware around an app."""
+    """The middleware around an app.
 
-    def __init__(self, app: ASGIApp, *, limits: Limits, load: Load) -> None:
+    Args:
+        hosts: names of the server. A request for another name comes from a page of that name, which got a browser to
+            ask here by changing its own address; addresses in numbers, and localhost, cannot be changed so.
+    """
+
+    def __init__(self, app: ASGIApp, *, limits: Limits, load: Load, hosts: Iterable[str] = ()) -> None:
         self._app, self._limits, self._load = app, limits, load
+        self._hosts = {"localhost", "", *(host.lower() for host in hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on with its body under watch."""
@@ -42,8 +52,10 @@ class Guard:
             await self._app(scope, receive, send)
             return
         exchange = _Exchange(scope, receive, send, self._limits, self._load)
+        self._load.requests += 1
         try:
-            await self._app(scope, exchange.receive, exchange.send)
+            refusal = self._refusal(scope)
+            await (self._app if refusal is None else refusal_response(refusal))(scope, exchange.receive, exchange.send)
         except ClientDisconnect:
             pass  # nobody is there to be answered
         except Exception:
@@ -52,7 +64,38 @@ class Guard:
                 failure = Refusal(500, "internal", "the server failed on this request; its log says why")
                 await refusal_response(failure)(scope, exchange.receive, exchange.send)
         finally:
+            self._load.requests -= 1
             exchange.release()
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        """Why a request is not passed on. Health is told however busy the server is."""
+        if self._load.requests > self._limits.connections and scope["path"] != "/healthz":
+            return Refusal(503, "busy", "too many requests are under way: try again later", retry_after=1)
+        host = _name_in(Headers(scope=scope).get("host", ""))
+        if host not in self._hosts and not _is_address(host):
+            return Refusal(
+                421, "unknown-host", f"this server does not go by {host[:100]!r}: start it with --allow-host"
+            )
+        return None
+
+
+def _name_in(host: str) -> str:
+    """Without its port.
+
+    >>> _name_in("Localhost:8000"), _name_in("[::1]:8000"), _name_in("[")
+    ('localhost', '::1', '[')
+    """
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return host
+
+
+def _is_address(host: str) -> bool:
+    try:
+        return bool(ip_address(host))
+    except ValueError:
+        return False
 
 
 class _Exchange:
