@@ -37,6 +37,12 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         partial.unlink(missing_ok=True)
 
 
+def remove_partial(folder: Path, stem: str = "*") -> None:
+    """Delete what a process that was killed in `write_whole` left; for use where no other process writes."""
+    for leftover in folder.glob(f"{stem}.*.partial"):
+        leftover.unlink()
+
+
 def open_plain(path: Path) -> IO[bytes]:
     """Open a file to read it. A link, a pipe, or a file that has several names raises an OSError.
 

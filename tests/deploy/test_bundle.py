@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from confitune.deploy import Bundle, BundleError, TaskRecord, examine
-from confitune.deploy.format import StoredFile
+from confitune.deploy import Bundle, BundleError, TaskRecord, check_tasks, examine
+from confitune.deploy.format import EMPTY, StoredFile, chained, check_name
 from confitune.deploy.held_out import decode_kept
 from confitune.nn import XconvNorms
 from confitune.tasks import load_folder_task
@@ -607,3 +607,50 @@ def test_learning_into_a_bundle_without_tasks_says_so(taught, teach):
     edited(path / "bundle.json", index_bytes=0, index_chain=hashlib.sha256(b"").hexdigest())
     with pytest.raises(BundleError, match="no task that a new one could start from"):
         teach("stripes", path)
+
+
+# ---- names, and files that are not what they should be ---------------------------------------------------------------
+
+EVIL = ("\x1b[2J", "a\nb", "a\rb", "\u202egnp.exe", "\x9b31m", "a\u2028b")
+
+
+@pytest.mark.parametrize("name", EVIL)
+@pytest.mark.parametrize("place", ["task", "class"])
+def test_names_that_a_terminal_would_obey_are_refused_on_reading(taught, name, place):
+    path = taught(1)
+    line, *rest = (path / "index.jsonl").read_bytes().splitlines(keepends=True)
+    event = json.loads(line)
+    if place == "task":
+        event["task"] = name
+    else:
+        event["record"]["classes"][0] = name
+    lines = [json.dumps(event).encode() + b"\n", *rest]
+    (path / "index.jsonl").write_bytes(b"".join(lines))
+    edited(path / "bundle.json", index_bytes=sum(map(len, lines)), index_chain=chained(EMPTY, lines))
+    with pytest.raises(BundleError, match="damaged") as refused:
+        Bundle.open(path)
+    assert name not in str(refused.value)
+
+
+def test_names_of_other_scripts_are_names():
+    for name in ("می\u200cخواهم", "鳥", "👩\u200d🔬", "a\u3000b"):
+        assert check_name(name) == name
+
+
+def test_held_out_images_without_labels_are_damaged(taught):
+    bundle = Bundle.open(taught(1))
+    kept = {key: tensor for key, tensor in bundle.held_out("reds").items() if key != "labels"}
+    with bundle.changing():
+        record = bundle.record("reds").model_copy(update={"held_out": bundle.store_held_out(kept)})
+        bundle.add_task("again", record)
+    with pytest.raises(BundleError, match="held-out images of task 'again' are damaged"):
+        check_tasks(bundle, "cpu")
+
+
+def test_a_bundle_of_one_task_that_lost_its_head_is_not_overwritten(taught, teach):
+    path = taught(1)
+    (path / "bundle.json").unlink()
+    before = contents(path)
+    with pytest.raises(BundleError, match=r"holds tasks but no bundle\.json"):
+        teach("stripes", path)
+    assert contents(path) == before

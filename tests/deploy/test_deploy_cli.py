@@ -446,3 +446,31 @@ def test_undo(confitune, taught):
     assert list(Bundle.open(path).tasks) == ["reds"]
     assert "can be undone" in refused(confitune("tasks", path, "--undo"))
     assert "--undo goes back on its own" in refused(confitune("tasks", path, "--undo", "--remove", "reds"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="names are bytes on POSIX")
+def test_names_of_files_cannot_move_the_cursor(confitune, taught_once, tmp_path):
+    for name in ("a\x1b[2J.png", os.fsdecode(b"\xff\xfe.png")):
+        (tmp_path / name).write_bytes(b"no image")
+        said = confitune("predict", taught_once[1], tmp_path / name, "--device", "cpu")
+        assert said.code == 1
+        assert "\x1b" not in said.err
+        assert "cannot read the image" in said.err
+
+
+def test_a_terminal_without_unicode(taught_once, tmp_path):
+    environment = {
+        "PYTHONPATH": str(SOURCE),
+        "PYTHONIOENCODING": "ascii",
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+    }
+    path = tmp_path / "größe"
+    shutil.copytree(taught_once[1], path)
+    program = [sys.executable, "-m", "confitune", "tasks", str(path), "--remove", "名"]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    program = [sys.executable, "-m", "confitune", "tasks", str(path)]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, "reds" in done.stdout) == (0, True)

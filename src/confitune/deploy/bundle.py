@@ -188,7 +188,9 @@ class Bundle:
         with alone(self.path):
             if is_bundle(self.path):
                 self._renew()
-            elif len(list((self.path / TASKS).glob("*.safetensors"))) > 1:  # a first task that broke off leaves one
+            elif (
+                any((self.path / TASKS).glob("*")) and not (self.path / UNFINISHED).exists()
+            ):  # no first task broke off
                 raise BundleError(f"{self.path} holds tasks but no {HEAD}: restore it from a copy")
             if (self.path / UNFINISHED).exists():
                 self.sweep()

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -46,8 +46,19 @@ _OWN = re.compile(
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _KINDS = {*_FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool}
 
+
+def readable(text: str) -> str:
+    """One line of text that can be shown: a terminal obeys other characters, and they can hide what is there."""
+    if not text.isprintable() and any(unicodedata.category(c) in _UNSEEN and c not in _JOINERS for c in text):
+        raise ValueError(f"{text[:200]!r} holds characters that cannot be shown")
+    return text
+
+
+_UNSEEN = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}
+_JOINERS = "\u200c\u200d"  # of Persian words, of emoji
+Text = Annotated[str, AfterValidator(readable)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Name = Annotated[str, Field(min_length=1, max_length=NAME_LENGTH)]
+Name = Annotated[Text, Field(min_length=1, max_length=NAME_LENGTH)]
 MethodOptions = dict[str, float | int | bool | str]
 
 
@@ -73,7 +84,7 @@ class StoredFile(_Record):
 class TaskRecord(_Record):
     """One task."""
 
-    classes: tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...] = Field(min_length=2)
+    classes: tuple[Annotated[Text, Field(min_length=1, max_length=1000)], ...] = Field(min_length=2)
     file: StoredFile
     held_out: StoredFile | None = None
     held_out_images: int = Field(0, ge=0)
@@ -84,7 +95,7 @@ class TaskRecord(_Record):
         default_factory=dict, description="what the method chose for it, and why"
     )
     epochs: int = Field(0, ge=0)
-    learned: str = Field("", description="when, ISO 8601")
+    learned: Text = Field("", description="when, ISO 8601")
 
 
 class Added(_Record):
@@ -125,12 +136,12 @@ _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="o
 class Network(_Record):
     """What the network is, and what its inputs must look like."""
 
-    model: str
+    model: Text
     means: Literal["window", "phase"]
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     size: int = Field(ge=1, le=224, description="in pixels: images are cut to 224 square ones first")
-    weights: str = Field(description="what it was pre-trained with")
+    weights: Text = Field(description="what it was pre-trained with")
     weights_sha256: Sha256
     statistics: Literal["running", "pass"] = Field("running", description="how means are measured")
     method: str = Field("confit", pattern=r"^[\w-]+$", description="that its tasks are learned with, never a file")
@@ -156,7 +167,7 @@ class Head(_Record):
     index_bytes: int = Field(ge=0)
     index_chain: Sha256 = Field(description="of the index's lines up to there")
     versions: dict[str, str]
-    written: str
+    written: Text
 
 
 def check_name(task: str) -> str:
@@ -168,10 +179,12 @@ def check_name(task: str) -> str:
     Traceback (most recent call last):
     confitune.deploy.format.BundleError: a task's name must be 1 to 100 readable characters: got 'birds\\n'
     """
-    readable = all(unicodedata.category(c) not in ("Zl", "Zp") and unicodedata.category(c)[0] != "C" for c in task)
-    if not (0 < len(task) <= NAME_LENGTH and readable and task == task.strip()):
-        raise BundleError(f"a task's name must be 1 to {NAME_LENGTH} readable characters: got {task[:200]!r}")
-    return task
+    try:
+        if 0 < len(task) <= NAME_LENGTH and readable(task) == task.strip():
+            return task
+    except ValueError:
+        pass
+    raise BundleError(f"a task's name must be 1 to {NAME_LENGTH} readable characters: got {task[:200]!r}")
 
 
 def file_name(folder: str, stored: StoredFile) -> str:

@@ -15,7 +15,7 @@ from pydantic import Field
 from confitune.deploy.bundle import Bundle
 from confitune.deploy.fitting import measure_fit
 from confitune.deploy.folding import example_images
-from confitune.deploy.format import BundleError, MethodOptions, Network, TaskRecord, check_name
+from confitune.deploy.format import BundleError, MethodOptions, Network, TaskRecord, check_name, readable
 from confitune.deploy.held_out import Change, accuracy_on, check_earlier, keep_some, some_of
 from confitune.deploy.loading import new_network
 from confitune.engine import DivergedError, Executor, Listener, TaskFit, epochs_of, evaluate, place_task
@@ -183,9 +183,9 @@ def _require_learned(net: ContinualNet, task: Task, settings: TrainSettings) -> 
 def _check_classes(classes: Sequence[str], folder: Path) -> None:
     for name in classes:
         try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise BundleError(f"the name of the class folder {name!r} in {folder} is no text; rename it") from None
+            readable(name)
+        except ValueError as error:
+            raise BundleError(f"the name of a class folder in {folder} is no text: {error}; rename it") from None
 
 
 def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualNet]:

@@ -23,7 +23,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from confitune.files import exclusive, write_whole
+from confitune.files import exclusive, remove_partial, write_whole
 from confitune.tasks.decode import CROP, Box, Pipeline, open_rgb
 from confitune.tasks.errors import Progress, StoreError, UnreadableImageError
 
@@ -71,8 +71,7 @@ def open_store(
             stored = _read(place, shape)  # another process may have built it meanwhile
             if stored is None:
                 if held:  # nobody else is writing: what lies here was left by a process that was killed
-                    for leftover in cache_dir.glob(f"{place.name}.*.partial"):
-                        leftover.unlink()
+                    remove_partial(cache_dir, place.name)
                 _build(place, folder, files, pipeline, shape, lambda done: say("decoding", done))
                 stored = _read(place, shape)
     except OSError as error:
