@@ -294,3 +294,14 @@ def test_the_page_loads_only_its_own_files_and_runs_only_its_own_script(shared_c
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith(kind)
         assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_a_form_that_is_cut_off_is_refused(client):
+    """Its last field, which is lost, may have been the task."""
+    image = b'--x\r\nContent-Disposition: form-data; name="images"; filename="a"\r\n\r\n' + picture(RED) + b"\r\n"
+    task = b'--x\r\nContent-Disposition: form-data; name="task"\r\n\r\nbir'
+    headers = {"Content-Type": "multipart/form-data; boundary=x"}
+    assert client.post("/v1/predict", content=image + b"--x--\r\n", headers=headers).status_code == 200
+    for body in (image + task, image + b"--x\r\n"):
+        answer = client.post("/v1/predict", content=body, headers=headers)
+        assert (answer.status_code, "cut off" in answer.text) == (400, True), answer.text

@@ -111,7 +111,7 @@ class _Exchange:
         self._arrived = 0
         self._taken = 0
         self._latest = time.monotonic() + limits.body_seconds
-        self._receive, self._send, self._limits, self._load = receive, send, limits, load
+        self._scope, self._receive, self._send, self._limits, self._load = scope, receive, send, limits, load
 
     async def receive(self) -> Message:
         """The next part of the body, or the news that the client has left."""
@@ -127,8 +127,10 @@ class _Exchange:
             raise Refusal(408, "slow-client", detail) from None
         self._linger = True
         self._unread = message["type"] == "http.request" and message.get("more_body", False)
-        count = len(message.get("body", b""))
+        body = message.get("body", b"")
+        count = len(body)
         self._check(count)
+        self._scope["body_end"] = (self._scope.get("body_end", b"") + body[-4:])[-4:]
         self._arrived += count
         self._taken += count
         self._load.body_bytes += count

@@ -152,6 +152,8 @@ async def _read(request: Request, limits: Limits) -> tuple[list[tuple[str, bytes
         async with request.form(**most) as fields:
             files = [file for file in fields.getlist("images") if isinstance(file, UploadFile)]
             images = [((file.filename or "image")[:_LONGEST_NAME], await file.read()) for file in files]
+        if images and not request.scope["body_end"].rstrip(b"\r\n").endswith(b"--"):  # the task may be missing
+            raise Refusal(400, "bad-request", "the form is cut off: its last line is missing")
     else:
         raise Refusal(415, "unsupported-type", f"cannot read {kind[:100] or 'an unnamed type'}: {_HOW}")
     if not images:
