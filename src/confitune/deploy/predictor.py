@@ -152,25 +152,24 @@ class Predictor:
         """Logits of image n under `tasks[n]`; images of different tasks go through the network together."""
         _require_one_each(pixels, tasks)
         with self._lock:
-            return self._logits(pixels, tasks)
-
-    def _logits(self, pixels: Tensor, tasks: Sequence[str]) -> list[Tensor]:
-        wanted, found = list(dict.fromkeys(tasks)), [torch.empty(0)] * len(tasks)
-        for first in range(0, len(wanted), self.ready):  # in parts, where there are more than are kept
-            part = wanted[first : first + self.ready]
-            self._make_ready(part)
-            mine = [n for n, task in enumerate(tasks) if task in part]
-            x = self.preprocess(pixels[mine].to(self.device))
-            if len(part) == 1:
-                rows = self._net(x, part[0])
-            else:
-                place = {name: n for n, name in enumerate(self._net.tasks)}
-                rows = self._net(x, torch.tensor([place[tasks[n]] for n in mine], device=self.device))
-            for n, row in zip(mine, rows.float().cpu(), strict=True):
-                found[n] = row[: len(self.tasks[tasks[n]].classes)]
-                if not found[n].isfinite().all():
-                    raise BundleError(f"task {tasks[n]!r} gives numbers that are not finite: it was not learned well")
-        return found
+            wanted, found = list(dict.fromkeys(tasks)), [torch.empty(0)] * len(tasks)
+            for first in range(0, len(wanted), self.ready):  # in parts, where there are more than are kept
+                part = wanted[first : first + self.ready]
+                self._make_ready(part)
+                mine = [n for n, task in enumerate(tasks) if task in part]
+                x = self.preprocess(pixels[mine].to(self.device))
+                if len(part) == 1:
+                    rows = self._net(x, part[0])
+                else:
+                    place = {name: n for n, name in enumerate(self._net.tasks)}
+                    rows = self._net(x, torch.tensor([place[tasks[n]] for n in mine], device=self.device))
+                for n, row in zip(mine, rows.float().cpu(), strict=True):
+                    found[n] = row[: len(self.tasks[tasks[n]].classes)]
+                    if not found[n].isfinite().all():
+                        raise BundleError(
+                            f"task {tasks[n]!r} gives numbers that are not finite: it was not learned well"
+                        )
+            return found
 
     def predict(
         self, pixels: Tensor, tasks: Sequence[str | None], top: int = 5, among: Sequence[str] | None = None
@@ -185,28 +184,23 @@ class Predictor:
         """
         _require_one_each(pixels, tasks)
         with self._lock:
-            return self._predict(pixels, tasks, top, among)
-
-    def _predict(
-        self, pixels: Tensor, tasks: Sequence[str | None], top: int, among: Sequence[str] | None
-    ) -> list[Prediction]:
-        for task in tasks:
-            if task is not None:
-                self.bundle.record(task)
-        open_ones = [n for n, task in enumerate(tasks) if task is None]
-        guessed = dict(zip(open_ones, self.guess(pixels[open_ones], among), strict=True)) if open_ones else {}
-        chosen = [guessed[n][0] if n in guessed else task for n, task in enumerate(tasks)]
-        known = [n for n, task in enumerate(chosen) if task is not None]
-        logits = dict(zip(known, self.logits(pixels[known], [str(chosen[n]) for n in known]), strict=True))
-        return [
-            Prediction(
-                task,
-                guessed[n][1] if n in guessed else None,
-                () if task is None else self._best(logits[n], task, top),
-                self.version,
-            )
-            for n, task in enumerate(chosen)
-        ]
+            for task in tasks:
+                if task is not None:
+                    self.bundle.record(task)
+            open_ones = [n for n, task in enumerate(tasks) if task is None]
+            guessed = dict(zip(open_ones, self.guess(pixels[open_ones], among), strict=True)) if open_ones else {}
+            chosen = [guessed[n][0] if n in guessed else task for n, task in enumerate(tasks)]
+            known = [n for n, task in enumerate(chosen) if task is not None]
+            logits = dict(zip(known, self.logits(pixels[known], [str(chosen[n]) for n in known]), strict=True))
+            return [
+                Prediction(
+                    task,
+                    guessed[n][1] if n in guessed else None,
+                    () if task is None else self._best(logits[n], task, top),
+                    self.version,
+                )
+                for n, task in enumerate(chosen)
+            ]
 
     @torch.no_grad()
     def guess(self, pixels: Tensor, among: Sequence[str] | None = None) -> list[tuple[str | None, float]]:
@@ -220,38 +214,35 @@ class Predictor:
             among: the tasks that it may be one of; default: all of the bundle.
         """
         with self._lock:
-            return self._guess(pixels, among)
-
-    def _guess(self, pixels: Tensor, among: Sequence[str] | None) -> list[tuple[str | None, float]]:
-        names = list(self.tasks) if among is None else list(dict.fromkeys(among))
-        if not names:
-            raise BundleError(f"{self.bundle.path} has no task yet" if among is None else "a guess among no tasks")
-        if len(names) > MOST_GUESSED:
-            raise BundleError(too_many_to_guess(len(names)))
-        for name in names:
-            self.bundle.record(name)
-        x = self.preprocess(pixels.to(self.device))
-        scores, misfits = {}, []
-        for task in names:
-            try:
-                self._make_ready([task])
-            except BundleError as error:
-                _log.warning("%s. Images are not given to task %r", error, task)
-                continue
-            fit = self._loaded[task]
-            logits, distances = logits_and_distances(self._net, x, task, fit.reference if fit is not None else None)
-            misfit = fit.misfit(distances.cpu()) if fit is not None else torch.zeros(len(x))
-            score = logits.float().log_softmax(1).max(1).values.cpu() - misfit
-            usable = score.isfinite()  # finite weights can overflow
-            scores[task] = score.where(usable, torch.tensor(_NEVER))
-            misfits.append(misfit.where(usable, torch.tensor(torch.inf)))
-        if not scores:
-            raise BundleError(f"no task of {self.bundle.path} can be read; see `confitune doctor`")
-        share, away, names = torch.stack(list(scores.values()), 1).softmax(1), torch.stack(misfits, 1), list(scores)
-        return [
-            (names[t] if float(away[n, t]) <= self.unknown_above else None, float(share[n, t]))
-            for n, t in enumerate(share.argmax(1).tolist())
-        ]
+            names = list(self.tasks) if among is None else list(dict.fromkeys(among))
+            if not names:
+                raise BundleError(f"{self.bundle.path} has no task yet" if among is None else "a guess among no tasks")
+            if len(names) > MOST_GUESSED:
+                raise BundleError(too_many_to_guess(len(names)))
+            for name in names:
+                self.bundle.record(name)
+            x = self.preprocess(pixels.to(self.device))
+            scores, misfits = {}, []
+            for task in names:
+                try:
+                    self._make_ready([task])
+                except BundleError as error:
+                    _log.warning("%s. Images are not given to task %r", error, task)
+                    continue
+                fit = self._loaded[task]
+                logits, distances = logits_and_distances(self._net, x, task, fit.reference if fit is not None else None)
+                misfit = fit.misfit(distances.cpu()) if fit is not None else torch.zeros(len(x))
+                score = logits.float().log_softmax(1).max(1).values.cpu() - misfit
+                usable = score.isfinite()  # finite weights can overflow
+                scores[task] = score.where(usable, torch.tensor(_NEVER))
+                misfits.append(misfit.where(usable, torch.tensor(torch.inf)))
+            if not scores:
+                raise BundleError(f"no task of {self.bundle.path} can be read; see `confitune doctor`")
+            share, away, names = torch.stack(list(scores.values()), 1).softmax(1), torch.stack(misfits, 1), list(scores)
+            return [
+                (names[t] if float(away[n, t]) <= self.unknown_above else None, float(share[n, t]))
+                for n, t in enumerate(share.argmax(1).tolist())
+            ]
 
     def network_for(self, task: str) -> ContinualNet:
         """The network, with this task in it and current; whoever uses it must be the only one."""

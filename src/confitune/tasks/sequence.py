@@ -50,7 +50,7 @@ class TaskSequence(Sequence[Task]):
         for images in (images for task in self for images in (task.train, task.test)):
             for positions in torch.arange(len(images)).split(256):
                 for values in images.batch(positions):
-                    found = crc32(values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), found)
+                    found = crc32(values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), found)
         return found
 
     def __len__(self) -> int:
