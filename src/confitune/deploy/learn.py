@@ -184,8 +184,8 @@ def _check_classes(classes: Sequence[str], folder: Path) -> None:
     for name in classes:
         try:
             readable(name)
-        except ValueError as error:
-            raise BundleError(f"the name of a class folder in {folder} is no text: {error}; rename it") from None
+        except ValueError:
+            raise BundleError(f"the name of the class folder {name!r} in {folder} is no text; rename it") from None
 
 
 def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualNet]:

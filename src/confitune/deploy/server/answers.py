@@ -57,16 +57,6 @@ class TasksAnswer(BaseModel):
     limits: dict[str, int] = Field(description="of a request: body_bytes, image_bytes and images")
 
 
-class HealthAnswer(BaseModel):
-    """How the server is."""
-
-    status: str = Field(description="ok, or outdated: the model on disk is damaged, and answers are those of `version`")
-    version: str = Field(description="of the model that answers")
-    unreadable_tasks: list[str] = Field(description="whose files were found damaged; a guess leaves them out")
-    queue_images: int = Field(description="that wait")
-    body_bytes: int = Field(description="of requests under way")
-
-
 class ErrorAnswer(BaseModel):
     """Why there is no other answer."""
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -24,6 +23,7 @@ from confitune.deploy.server.limits import Limits, Refusal, megabytes
 _log = logging.getLogger("confitune.serve")
 _LINGER_SECONDS = 10.0
 _SILENCE_SECONDS = 2.0
+_ADDRESS = re.compile(r"([\d.]+|\[[\da-f:.]+\])(:\d+)?")  # in numbers, with or without a port
 
 
 @dataclass
@@ -71,31 +71,12 @@ class Guard:
         """Why a request is not passed on. Health is told however busy the server is."""
         if self._load.requests > self._limits.connections and scope["path"] != "/healthz":
             return Refusal(503, "busy", "too many requests are under way: try again later", retry_after=1)
-        host = _name_in(Headers(scope=scope).get("host", ""))
-        if host not in self._hosts and not _is_address(host):
+        host = Headers(scope=scope).get("host", "").lower()
+        if host.partition(":")[0] not in self._hosts and not _ADDRESS.fullmatch(host):
             return Refusal(
                 421, "unknown-host", f"this server does not go by {host[:100]!r}: start it with --allow-host"
             )
         return None
-
-
-def _name_in(host: str) -> str:
-    """Without its port.
-
-    >>> _name_in("Localhost:8000"), _name_in("[::1]:8000"), _name_in("[")
-    ('localhost', '::1', '[')
-    """
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return host
-
-
-def _is_address(host: str) -> bool:
-    try:
-        return bool(ip_address(host))
-    except ValueError:
-        return False
 
 
 class _Exchange:

@@ -18,7 +18,6 @@ from confitune.deploy.predictor import MOST_GUESSED, Prediction, Predictor, too_
 from confitune.deploy.server.answers import (
     ERRORS,
     ClassScore,
-    HealthAnswer,
     ImagePrediction,
     PredictAnswer,
     TaskEntry,
@@ -115,16 +114,16 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, load: Load,
         )
 
     @app.get("/healthz", summary="Whether images are being answered, and how many wait", responses=ERRORS)
-    async def healthz() -> HealthAnswer:
+    async def healthz() -> dict[str, str | int | list[str]]:
         if not batcher.healthy:
             raise Refusal(503, "failing", "images are not being answered; the server's log says why")
-        return HealthAnswer(
-            status="outdated" if predictor.outdated else "ok",
-            version=predictor.version,
-            unreadable_tasks=sorted(predictor.unreadable),
-            queue_images=batcher.waiting,
-            body_bytes=load.body_bytes,
-        )
+        return {
+            "status": "outdated" if predictor.outdated else "ok",  # what is on disk by now is damaged
+            "version": predictor.version,
+            "unreadable_tasks": sorted(predictor.unreadable),
+            "queue_images": batcher.waiting,
+            "body_bytes": load.body_bytes,
+        }
 
 
 def add_page(app: FastAPI) -> None:
