@@ -2,6 +2,7 @@
 
     python benchmarks/serve.py --bundle model                       # a minute
     python benchmarks/serve.py --bundle model --seconds 10 --device cpu
+    python benchmarks/serve.py --bundle model --beside photos       # a task comes and goes meanwhile, again and again
 
 The server runs in a process of its own and is asked over loopback. What each image must be answered is found first, one
 image at a time; that is also the speed that answers in batches are compared with.
@@ -53,6 +54,9 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=32)
     parser.add_argument("--tolerance", type=float, default=0.02, help="of a probability: batches round differently")
     parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--beside", type=Path, help="photos of a task that is learned and removed meanwhile; for bundles of `best`"
+    )
     parser.add_argument("--out", type=Path, default=Path("serve.json"))
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)  # be the server
     options = parser.parse_args()
@@ -88,6 +92,8 @@ class Load:
     checked: int = 0
     in_time: int = 0  # of them, before the time was over
     wrong: int = 0
+    changes: int = 0  # of the bundle
+    versions: set[str] = field(default_factory=set)
     statuses: Counter[str] = field(default_factory=Counter)
     unexpected: Counter[str] = field(default_factory=Counter)
     expected: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
@@ -110,9 +116,8 @@ class Load:
         end = time.perf_counter() + self.options.seconds
         self.memory.append(resident(self.pid))
         watch = asyncio.create_task(self.watch_memory())
-        await asyncio.gather(
-            *(self.ask(seed, end) for seed in range(self.options.clients)), self.keep_annoying(bad, end)
-        )
+        clients = (self.ask(seed, end) for seed in range(self.options.clients))
+        await asyncio.gather(*clients, self.keep_annoying(bad, end), self.keep_changing(end))
         watch.cancel()
         ordered = sorted(self.took)
         numbers = {
@@ -130,6 +135,8 @@ class Load:
             "statuses": dict(sorted(self.statuses.items())),
             "rejected": self.statuses["429"],
             "wrong": self.wrong,
+            "changes_meanwhile": self.changes,
+            "versions_that_answered": len(self.versions),
             "unexpected": dict(self.unexpected),
             "memory_start_mb": self.memory[0] / 1e6,
             "memory_half_mb": max(self.memory[: len(self.memory) // 2 + 1]) / 1e6,  # the most in the first half
@@ -144,7 +151,8 @@ class Load:
             f"{numbers['images_per_second'] / numbers['one_at_a_time_images_per_second']:.2f} times one at a time; "
             f"p50 {numbers['p50_ms']:,.0f} ms, p99 {numbers['p99_ms']:,.0f} ms\n"
             f"{numbers['images']} images checked, {numbers['wrong']} wrong; {numbers['rejected']} requests rejected "
-            f"(429); answers {numbers['statuses']}, not expected {numbers['unexpected'] or 'none'}\n"
+            f"(429); {numbers['changes_meanwhile']} changes meanwhile, {numbers['versions_that_answered']} versions; "
+            f"answers {numbers['statuses']}, not expected {numbers['unexpected'] or 'none'}\n"
             f"memory of the server {numbers['memory_start_mb']:,.0f} MB at the start, "
             f"at most {numbers['memory_half_mb']:,.0f} MB in the first half, {numbers['memory_most_mb']:,.0f} MB in all"
         )
@@ -172,7 +180,13 @@ class Load:
                 self.unexpected[f"{status} {answer}"] += 1
 
     def matches(self, found: dict[str, Any], expected: dict[str, Any]) -> bool:
-        """Whether the same task and the same classes were found, where they are not as good as equal."""
+        """Whether the same task and the same classes were found, where they are not as good as equal.
+
+        A guess is another one once there is another task.
+        """
+        self.versions.add(found["version"])
+        if expected["task_confidence"] is not None and found["version"] != expected["version"]:
+            return True
         if found["task"] != expected["task"]:
             return False
         before = {entry["name"]: entry["probability"] for entry in expected["classes"]}
@@ -187,6 +201,18 @@ class Load:
         while time.perf_counter() < end:
             await self.annoy(client, bad, busy=True)
             await asyncio.sleep(2)  # not to flood: 50 MB a round
+
+    async def keep_changing(self, end: float) -> None:
+        """Learn a task and remove it, as two commands of other processes."""
+        bundle, confitune = str(self.options.bundle), (sys.executable, "-m", "confitune")
+        learn = ("learn", str(self.options.beside), "--name", "beside", "--bundle", bundle, "--device", "cpu")
+        while self.options.beside and time.perf_counter() < end:
+            for command in (learn, ("tasks", bundle, "--remove", "beside")):
+                quiet = asyncio.subprocess.DEVNULL
+                process = await asyncio.create_subprocess_exec(*confitune, *command, stdout=quiet)
+                if await process.wait():
+                    self.unexpected[f"{command[0]} ended with {process.returncode}"] += 1
+                self.changes += 1
 
     async def annoy(self, client: Client, bad: Bad, *, busy: bool) -> None:
         """Send what nobody should; only a busy server may put it off with 429."""
@@ -216,7 +242,8 @@ class Client:
         if self._streams is None:
             self._streams = await asyncio.open_connection(*self._where)
         reader, writer = self._streams
-        head = f"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         try:
             writer.write(head.encode() + body)
             await writer.drain()

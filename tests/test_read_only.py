@@ -67,6 +67,7 @@ def command(weights, photos, tmp_path, monkeypatch, capfd):
     tiny = f"--model test_byobnet --weights {weights} --device cpu"
     made = {
         "run": f"run --dataset digits --tasks 2 --epochs 1 --method finetune {tiny} --out OUT",
+        "resume": f"run --dataset digits --tasks 2 --epochs 1 --method finetune {tiny} --out OUT --resume",
         "tune": f"tune ewc --dataset digits --tasks 2 --epochs 1 --grid 1 --grid 2 {tiny} --out OUT",
         "reproduce": f"reproduce table2 --datasets digits --quick --methods finetune {tiny} --out OUT",
         "report": "report RUNS --out OUT/page.html",
@@ -131,6 +132,8 @@ def test_results_on_a_disk_that_became_read_only_stay_and_can_be_reported_elsewh
     read_only(out)
     code, said = command("run", out)  # without --resume what is there is not touched anyway
     assert code == 2, said
+    code, said = command("resume", out)  # nothing is left to do
+    assert code == 0, said
     require_refused(*command("report", out, RUNS=out), "Read-only file system")
     assert command("report", tmp_path / "elsewhere", RUNS=out)[0] == 0
     assert (tmp_path / "elsewhere/page.html").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,6 +35,35 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def remove_partial(folder: Path, stem: str = "*") -> None:
+    """Delete what a process that was killed in `write_whole` left; for use where no other process writes."""
+    for leftover in folder.glob(f"{stem}.*.partial"):
+        leftover.unlink()
+
+
+def open_plain(path: Path) -> IO[bytes]:
+    """Open a file to read it. A link, a pipe, or a file that has several names raises an OSError.
+
+    Whatever is written to one of several names changes the others, and a pipe can be waited for without end.
+    """
+    require_plain(path, path.lstat())
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        require_plain(path, os.fstat(handle))  # it may have been exchanged
+        return os.fdopen(handle, "rb")
+    except OSError:
+        os.close(handle)
+        raise
+
+
+def require_plain(path: Path, status: os.stat_result) -> None:
+    """Raise where that is not the status of a plain file with one name."""
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"{path} is not a plain file; copy what it stands for to its place")
+    if status.st_nlink > 1:
+        raise OSError(f"{path} has several names (hard links); copy it with its bytes")
 
 
 def require_writable(folder: Path) -> None:
@@ -73,7 +103,8 @@ def write_sealed(path: Path, data: bytes) -> None:
 def read_sealed(path: Path) -> bytes:
     """What `write_sealed` was given; a single changed bit is noticed."""
     try:
-        whole = path.read_bytes()
+        with open_plain(path) as file:
+            whole = file.read()
     except OSError as error:
         raise DamagedFileError(f"{path} cannot be read: {error}") from error
     seal, _, data = whole.partition(b"\n")

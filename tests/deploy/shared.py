@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +15,19 @@ from torch import Tensor
 
 from confitune.deploy import Bundle, Predictor, TaskRecord
 from confitune.deploy.format import Network
+
+
+class FakePredictor:
+    """What a server asks of a predictor besides answers, of a bundle that never changes."""
+
+    tasks: Mapping[str, Any] = MappingProxyType({})
+    version = "1"
+    outdated = False
+    unreadable: frozenset[str] = frozenset()
+
+    def renew(self) -> None:
+        pass
+
 
 NETWORK = Network(
     model="test_byobnet",
@@ -64,6 +78,13 @@ def flipped(data: bytes, position: int) -> bytes:
     changed = bytearray(data)
     changed[position] ^= 1 << position % 8
     return bytes(changed)
+
+
+def damage_task(path: Path, task: str, position: int = 5000) -> Path:
+    """Change one bit of a task's file, whose size stays what it was; gives the file."""
+    file = path / "tasks" / f"{Bundle.open(path).record(task).file.sha256}.safetensors"
+    file.write_bytes(flipped(file.read_bytes(), position))
+    return file
 
 
 def answers(path: Path) -> dict[str, Tensor]:

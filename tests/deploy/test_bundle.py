@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from confitune.deploy import Bundle, BundleError, TaskRecord
-from confitune.deploy.format import StoredFile
+from confitune.deploy import Bundle, BundleError, TaskRecord, check_tasks, examine
+from confitune.deploy.format import EMPTY, StoredFile, chained, check_name
 from confitune.deploy.held_out import decode_kept
 from confitune.nn import XconvNorms
 from confitune.tasks import load_folder_task
 from deploy.shared import NETWORK as SMALLER
-from deploy.shared import backbone_of, checks, edited, flipped
+from deploy.shared import backbone_of, checks, damage_task, edited, flipped
 from deploy.shared import contents_and_times as contents
 
 NETWORK = SMALLER.model_copy(update={"size": 64})
@@ -556,3 +556,101 @@ def test_a_file_with_another_content_under_its_true_hash_is_no_tensor(taught):
         bundle.add_task("bad", bundle.record("reds").model_copy(update={"file": stored}))
     with pytest.raises(BundleError, match="holds no tensors"):
         Bundle.open(path).task_state("bad")
+
+
+# ---- damage to single tasks, and no locks ----------------------------------------------------------------------------
+
+
+def test_learning_goes_on_beside_damaged_tasks(taught, teach):
+    path = taught(3)
+    damage_task(path, "greens")  # the last one, which the new one would start from
+    damage_task(path, "reds")
+    report = teach("checks", path)
+    assert [change.task for change in report.changes] == ["stripes"]
+    assert list(Bundle.open(path).tasks) == ["reds", "stripes", "greens", "checks"]
+
+
+def test_a_damaged_task_is_restored_from_a_copy(taught):
+    good, path = taught(2, "good"), taught(2)
+    expected = Bundle.open(good).task_state("stripes")
+    damage_task(path, "stripes")
+    bundle = Bundle.open(path)
+    with bundle.changing():
+        bundle.remove_task("stripes")
+        bundle.copy_task(Bundle.open(good), "stripes")
+    restored = Bundle.open(path).task_state("stripes")
+    assert all(torch.equal(restored[key], tensor) for key, tensor in expected.items())
+
+
+def test_nothing_is_changed_without_a_lock(taught, monkeypatch):
+    path = taught(2)
+    monkeypatch.setattr("confitune.files.fcntl", None)
+    with pytest.raises(BundleError, match="cannot be locked"), Bundle.open(path).changing():
+        pytest.fail("it was changed")
+
+
+def test_one_wrong_bit_in_the_head_before_is_damage_and_no_other_version(taught):
+    path = taught(2)
+    text = (path / "bundle.before.json").read_text()
+    (path / "bundle.before.json").write_text(text.replace('"format": 2', '"format": 3'))
+    bundle = Bundle.open(path)
+    assert bundle.damage is None
+    with bundle.changing():
+        bundle.rename_task("reds", "rot")
+    assert examine(path, repair=True)
+    assert examine(path).findings == []
+
+
+def test_learning_into_a_bundle_without_tasks_says_so(taught, teach):
+    path = taught(1)
+    (path / "index.jsonl").write_bytes(b"")
+    edited(path / "bundle.json", index_bytes=0, index_chain=hashlib.sha256(b"").hexdigest())
+    with pytest.raises(BundleError, match="no task that a new one could start from"):
+        teach("stripes", path)
+
+
+# ---- names, and files that are not what they should be ---------------------------------------------------------------
+
+EVIL = ("\x1b[2J", "a\nb", "a\rb", "\u202egnp.exe", "\x9b31m", "a\u2028b")
+
+
+@pytest.mark.parametrize("name", EVIL)
+@pytest.mark.parametrize("place", ["task", "class"])
+def test_names_that_a_terminal_would_obey_are_refused_on_reading(taught, name, place):
+    path = taught(1)
+    line, *rest = (path / "index.jsonl").read_bytes().splitlines(keepends=True)
+    event = json.loads(line)
+    if place == "task":
+        event["task"] = name
+    else:
+        event["record"]["classes"][0] = name
+    lines = [json.dumps(event).encode() + b"\n", *rest]
+    (path / "index.jsonl").write_bytes(b"".join(lines))
+    edited(path / "bundle.json", index_bytes=sum(map(len, lines)), index_chain=chained(EMPTY, lines))
+    with pytest.raises(BundleError, match="damaged") as refused:
+        Bundle.open(path)
+    assert name not in str(refused.value)
+
+
+def test_names_of_other_scripts_are_names():
+    for name in ("می\u200cخواهم", "鳥", "👩\u200d🔬", "a\u3000b"):
+        assert check_name(name) == name
+
+
+def test_held_out_images_without_labels_are_damaged(taught):
+    bundle = Bundle.open(taught(1))
+    kept = {key: tensor for key, tensor in bundle.held_out("reds").items() if key != "labels"}
+    with bundle.changing():
+        record = bundle.record("reds").model_copy(update={"held_out": bundle.store_held_out(kept)})
+        bundle.add_task("again", record)
+    with pytest.raises(BundleError, match="held-out images of task 'again' are damaged"):
+        check_tasks(bundle, "cpu")
+
+
+def test_a_bundle_of_one_task_that_lost_its_head_is_not_overwritten(taught, teach):
+    path = taught(1)
+    (path / "bundle.json").unlink()
+    before = contents(path)
+    with pytest.raises(BundleError, match=r"holds tasks but no bundle\.json"):
+        teach("stripes", path)
+    assert contents(path) == before

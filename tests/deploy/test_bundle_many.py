@@ -42,7 +42,7 @@ _counting: list[Counter] = []
 
 def _hook(event, arguments):
     if _counting and event in ("open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir"):
-        _counting[0][event] += 1
+        _counting[0][event] += not (event == "open" and isinstance(arguments[0], int))  # an open file
 
 
 sys.addaudithook(_hook)  # stays, and counts nothing unless it is asked to

@@ -67,7 +67,7 @@ def rows(out):
 
 @pytest.fixture
 def quick(decoded):
-    return ["--epochs", 1, "--batch-size", 4, "--lr", 0.02, "--device", "cpu", "--cache-dir", decoded]
+    return ["--epochs", 4, "--batch-size", 4, "--lr", 0.02, "--device", "cpu", "--cache-dir", decoded]
 
 
 def test_learn_makes_a_bundle_and_then_adds_to_it(confitune, photos, quick, new_bundle, tmp_path):
@@ -438,3 +438,39 @@ def test_the_pages_python_example_runs(taught, pictures, tmp_path, monkeypatch, 
     assert guessed[0] in ("birds", "trees", None)
     assert first[1][0][0] in bundle.record("birds").classes
     assert 0.5 <= first[1][0][1] <= 1  # the better of two classes
+
+
+def test_undo(confitune, taught):
+    path = taught(2)
+    assert json.loads(confitune("tasks", path, "--undo", "--json").out)[0]["task"] == "reds"
+    assert list(Bundle.open(path).tasks) == ["reds"]
+    assert "can be undone" in refused(confitune("tasks", path, "--undo"))
+    assert "--undo goes back on its own" in refused(confitune("tasks", path, "--undo", "--remove", "reds"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="names are bytes on POSIX")
+def test_names_of_files_cannot_move_the_cursor(confitune, taught_once, tmp_path):
+    for name in ("a\x1b[2J.png", os.fsdecode(b"\xff\xfe.png")):
+        (tmp_path / name).write_bytes(b"no image")
+        said = confitune("predict", taught_once[1], tmp_path / name, "--device", "cpu")
+        assert said.code == 1
+        assert "\x1b" not in said.err
+        assert "cannot read the image" in said.err
+
+
+def test_a_terminal_without_unicode(taught_once, tmp_path):
+    environment = {
+        "PYTHONPATH": str(SOURCE),
+        "PYTHONIOENCODING": "ascii",
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+    }
+    path = tmp_path / "größe"
+    shutil.copytree(taught_once[1], path)
+    program = [sys.executable, "-m", "confitune", "tasks", str(path), "--remove", "名"]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    program = [sys.executable, "-m", "confitune", "tasks", str(path)]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, "reds" in done.stdout) == (0, True)

@@ -62,3 +62,11 @@ def test_a_header_that_lies_is_refused(tmp_path, entry):
     (tmp_path / file_name("tasks", stored)).write_bytes(data)
     with pytest.raises(BundleError, match="holds no tensors"):
         TensorFiles(tmp_path).read("tasks", stored)
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path):
+    files = TensorFiles(tmp_path)
+    for bad in (float("nan"), float("inf")):
+        stored = files.store("tasks", {"head.weight": torch.tensor([0.0, bad])}, {})
+        with pytest.raises(BundleError, match="not finite"):
+            files.read("tasks", stored)

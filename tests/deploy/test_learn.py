@@ -357,7 +357,7 @@ def test_a_bundle_that_was_made_meanwhile_is_learned_further(teach, taught_once,
 def test_a_random_start_is_the_seeds(teach, tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         torch.manual_seed(seed + len(name))
-        teach("reds", tmp_path / name, weights="none", epochs=1, seed=seed)
+        teach("reds", tmp_path / name, weights="none", epochs=8, seed=seed)
     a, b, c = (Bundle.open(tmp_path / name) for name in "abc")
     assert a.network.weights_sha256 == b.network.weights_sha256 != c.network.weights_sha256
     assert a.lineage == b.lineage
@@ -423,7 +423,7 @@ def test_the_reports_sizes_are_those_on_disk(taught, teach):
 
 
 def test_a_folder_without_parts_is_split(teach, tmp_path):
-    report = teach("reds", tmp_path / "model", epochs=1)
+    report = teach("reds", tmp_path / "model")
     assert report.test_images == 4
     assert Bundle.open(tmp_path / "model").record("reds").images == 16
 
@@ -479,3 +479,48 @@ def test_convolutions_move_and_earlier_state_does_not(taught, teach):
     assert (path / "tasks" / f"{after.record('reds').file.sha256}.safetensors").read_bytes() == data
     again = after.task_state("reds")
     assert all(torch.equal(again[key], state[key]) for key in state)
+
+
+DIVERGED = [("confit", 1e3), ("confit", 30.0), ("bn-only", 1e4)]
+
+
+@pytest.mark.parametrize(("method", "lr"), DIVERGED)
+def test_a_diverged_task_is_not_committed(teach, tmp_path, method, lr):
+    teach("reds", tmp_path / "model", method=method)
+    before = contents(tmp_path / "model")
+    with pytest.raises(DivergedError, match=r"was not learned|became"):
+        teach("stripes", tmp_path / "model", lr=lr)
+    assert contents(tmp_path / "model") == before
+
+
+def test_a_task_that_is_always_answered_the_same_is_not_committed(teach, tmp_path, monkeypatch):
+    path = tmp_path / "model"
+    teach("reds", path, method="linear-probe", lr=0.5, epochs=20)
+
+    real = TaskFit.fit
+
+    def learn_nothing(self):
+        real(self)
+        self.net.reopen("stripes")
+        for parameter in self.net.head.offered():
+            parameter.data.zero_()
+        self.net.finish_task()
+
+    monkeypatch.setattr(TaskFit, "fit", learn_nothing)
+    with pytest.raises(DivergedError, match=r"33% of its training photos are right, by chance it were 33%"):
+        teach("stripes", path)
+
+
+def test_the_last_change_is_undone_once(taught, teach, taught_once):
+    path = taught(1)
+    before = what_it_learned(path)
+    teach("stripes", path)
+    Bundle.open(path).go_back()
+    after = what_it_learned(path)
+    assert (after[1], after[2], after[4]) == (before[1], before[2], before[4])
+    assert set(after[0]) - set(before[0]) == {"bundle.before.json"}
+    assert Bundle.open(path).leftovers() == []
+    with pytest.raises(BundleError, match=r"nothing of .* can be undone"):
+        Bundle.open(path).go_back()
+    teach("stripes", path)
+    assert what_it_learned(path) == what_it_learned(taught_once[2])

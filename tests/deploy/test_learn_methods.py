@@ -57,7 +57,7 @@ def test_a_method_that_never_moves_the_backbone_forgets_nothing(teach, pixels, t
 def test_fine_tuning_moves_the_backbone_and_keeps_both_states(teach, tmp_path):
     path, backbones = tmp_path / "model", []
     for task in ("reds", "greens"):
-        teach(task, path, epochs=1, **({} if backbones else {"method": "finetune"}))
+        teach(task, path, **({} if backbones else {"method": "finetune"}))
         backbones.append(backbone_of(path).name)
     assert {file.name for file in (path / "backbones").iterdir()} == set(backbones)
     assert len(set(backbones)) == 2
@@ -164,7 +164,7 @@ def test_a_network_without_batch_norm_learns_answers_and_guesses(teach, pixels, 
     new = {"model": model, "weights": "none", "size": size, "method": method}
     new |= {"options": {"best": {"owns": "moments"}}} if method == "best" else {}
     for task in ("reds", "greens"):
-        report = teach(task, path, lr=0.03, **new)
+        report = teach(task, path, lr=0.003 if model == "test_vit" else 0.03, epochs=8, **new)
         new = {}
         if task == "reds":
             first = answers(path)["reds"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from confitune.deploy import Bundle, BundleError, TaskRecord
+from confitune.nn import backbones
 from deploy.shared import NETWORK, add, perturbed
 
 
@@ -57,4 +58,20 @@ def test_a_network_that_the_file_cannot_hold_is_not_built(real, tmp_path, monkey
         add(bundle, "a", real, 1, shared={"stem.weight": torch.zeros(3)})
     monkeypatch.setattr("confitune.deploy.loading.build_model", lambda name: pytest.fail("memory was taken"))
     with pytest.raises(BundleError, match=r"\.safetensors: 156 bytes cannot be the weights of test_byobnet"):
+        bundle.load_network()
+
+
+def test_a_network_that_cannot_be_looked_at_without_memory_is_not_built_either(real, tmp_path, monkeypatch):
+    """torchvision's RegNets read their own numbers while they are built; the largest would take gigabytes."""
+    bundle = Bundle(tmp_path / "model", NETWORK.model_copy(update={"model": "torchvision:regnet_y_400mf"}))
+    with bundle.changing():
+        add(bundle, "a", real, 1, shared={"stem.weight": torch.zeros(50_000)})
+    real_build = backbones.build_model
+
+    def build(name):
+        assert torch.get_default_device().type == "meta", "memory was taken"
+        return real_build(name)
+
+    monkeypatch.setattr(backbones, "build_model", build)
+    with pytest.raises(BundleError, match="bytes cannot be the weights of torchvision:regnet_y_400mf"):
         bundle.load_network()

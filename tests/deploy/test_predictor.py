@@ -4,6 +4,7 @@ import hashlib
 import io
 import struct
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from PIL import Image
 from confitune.deploy import Bundle, BundleError, Predictor, check_tasks, image_files, predict_files
 from confitune.deploy.fitting import Fit, layers_of, logits_and_distances
 from confitune.tasks import DataError, DataMissingError, UnreadableImageError
+from deploy.shared import damage_task
 
 TASKS = ("reds", "stripes", "greens", "checks", "blues", "yellows")
 
@@ -436,3 +438,45 @@ def test_reading_a_bundle_changes_nothing_in_it(taught, pixels):
     Predictor.from_bundle(path, device="cpu", ready=1).predict(pixels["reds"], [None] * 8)
     check_tasks(Bundle.open(path), "cpu")
     assert state() == before
+
+
+def test_threads_that_ask_at_once_get_their_own_answers(taught_once):
+    predictor = Predictor.from_bundle(taught_once[4], device="cpu", ready=2)
+    tasks = list(predictor.tasks)
+    images = torch.randint(0, 256, (8, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+
+    def ask(n):
+        return n, predictor.predict(images[n % 8][None], [tasks[n % 4]])[0]
+
+    alone = [ask(n)[1] for n in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for n, found in pool.map(ask, range(80)):
+            assert found.task == alone[n % 8].task
+            assert dict(found.classes) == pytest.approx(dict(alone[n % 8].classes), abs=1e-5)
+
+
+def test_a_task_whose_finite_weights_overflow_harms_no_other(taught, pixels):
+    path = taught(2)
+    bundle = Bundle.open(path)
+    state = dict(bundle.task_state("stripes"))
+    state["head.weight"] = torch.full_like(state["head.weight"], 3e38)
+    with bundle.changing():
+        stored = bundle.store_task(state, bundle.record("stripes").classes)
+        bundle.add_task("hostile", bundle.record("stripes").model_copy(update={"file": stored}))
+    predictor = Predictor.from_bundle(path, device="cpu", unknown_above=float("inf"))
+    for found in predictor.predict(pixels["reds"], [None] * 8):
+        assert found.task == "reds"
+        assert 0 <= found.task_confidence <= 1
+    with pytest.raises(BundleError, match="'hostile' gives numbers that are not finite"):
+        predictor.predict(pixels["reds"], ["hostile"] * 8)
+
+
+def test_a_damaged_task_is_left_out_of_a_guess(taught, pixels):
+    path = taught(2)
+    damage_task(path, "stripes")
+    predictor = Predictor.from_bundle(path, device="cpu", unknown_above=float("inf"))
+    assert [found.task for found in predictor.predict(pixels["reds"], [None] * 8)] == ["reds"] * 8
+    assert predictor.unreadable == {"stripes"}
+    damage_task(path, "stripes")  # the same bit again: it is restored
+    predictor.predict(pixels["reds"], [None] * 8)
+    assert predictor.unreadable == set()

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import io
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -401,3 +402,26 @@ def test_checkpoints_are_written_when_the_last_one_is_old_enough(runs, saved, mo
     assert run.resume()
     run.run()
     assert saved == [(2, 4)]
+
+
+def test_a_run_does_not_go_on_with_other_images(runs, sequence):
+    with pytest.raises(Killed):
+        runs("killed", Killer(1)).run()
+    first = sequence[0].train
+    pixels = first.pixels.clone()
+    pixels[first.rows[0]] = 255 - pixels[first.rows[0]]
+    other = replace(sequence[0], train=replace(first, pixels=pixels))
+    with pytest.raises(ConfituneError, match=r"are not those that the run in .* was begun with"):
+        runs("killed", tasks=replace(sequence, tasks=(other, *sequence.tasks[1:]))).resume()
+    assert runs("killed", tasks=replace(sequence)).resume()
+
+
+def test_another_number_of_threads_is_noted(runs, monkeypatch):
+    with pytest.raises(Killed):
+        runs("killed", Killer(1)).run()
+    notes = []
+    watching = Listener()
+    watching.note = notes.append
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert runs("killed", watching).resume()
+    assert any("now 77: last digits may differ" in note for note in notes)

@@ -400,3 +400,12 @@ def test_a_folder_that_another_process_works_in_is_refused(values, tmp_path):
         run_recipe(recipe, out)
     (result,) = run_recipe(recipe, out)  # a lock file that nobody holds blocks nobody
     assert result.method == "linear-probe"
+
+
+def test_what_a_killed_process_left_half_written_is_gone_after_a_resume(values, tmp_path):
+    recipe = make_recipe({**values, "methods": ["linear-probe"], "tasks": 1})
+    folder = tmp_path / "digits/linear-probe/seed-0"
+    folder.mkdir(parents=True)
+    (folder / f"checkpoint.{'0' * 32}.partial").write_bytes(b"half")
+    run_recipe(recipe, tmp_path, resume=True)
+    assert list(folder.glob("*.partial")) == []

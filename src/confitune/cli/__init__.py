@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import errno
+import io
 import sys
 
 from rich.console import Console
 from rich.markup import escape
 
 from confitune.cli import deploy, listing, training  # noqa: F401  # each adds its commands to the app
-from confitune.cli.app import app
+from confitune.cli.app import app, shown
 from confitune.errors import ConfituneError
 
 
 def main() -> None:
     """Entry point: errors a user can act on are printed without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names and arrows on a terminal that has no such letters
     try:
         app()
     except (ConfituneError, OSError) as error:
         message = str(error) if isinstance(error, ConfituneError) else _in_words(error)
-        shown = escape(message)  # paths may hold brackets
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {shown}", highlight=False, soft_wrap=True)
+        text = escape(shown(message))  # paths may hold brackets
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {text}", highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

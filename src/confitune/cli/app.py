@@ -29,4 +29,13 @@ def stoppable(how_to_go_on: str) -> Iterator[None]:
 
 def say(text: str, style: str = "", console: Console | None = None) -> None:
     """Print a text as it is: nothing in it is markup, and a long line stays one."""
-    (console or Console()).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    (console or Console()).print(shown(text), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def shown(text: str) -> str:
+    """A text whose names, of files or from a bundle, cannot move the cursor or ring the bell.
+
+    >>> shown("a\\x1b[2J\\tb")
+    'a\\\\x1b[2J\\\\tb'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

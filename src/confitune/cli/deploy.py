@@ -127,11 +127,14 @@ def tasks_command(
         tuple[Path, str] | None,
         Option(metavar="OTHER NAME", help="take a task over from another bundle with the very same backbone"),
     ] = None,
+    undo: Annotated[
+        bool, Option("--undo", help="go back to what it was before its last change; what that made is deleted")
+    ] = False,
     check: Annotated[bool, Option("--check", help="measure every task again on its held-out photos")] = False,
     device: Annotated[str, Option(help="for --check: auto, cpu, cuda, ...")] = "auto",
     as_json: Annotated[bool, Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
-    """List the tasks of a bundle and what each takes on disk; rename, remove or copy one.
+    """List the tasks of a bundle and what each takes on disk; rename, remove or copy one; undo the last change.
 
     [bold]Examples[/bold]
 
@@ -140,6 +143,8 @@ def tasks_command(
       confitune tasks model --rename birds "birds of Samoa"
 
       confitune tasks model --check
+
+      confitune tasks model --undo
     """
     from confitune.deploy import Bundle, check_tasks
     from confitune.deploy.held_out import MOST_CHECKED
@@ -147,6 +152,10 @@ def tasks_command(
     from confitune.experiments import terminal_table
 
     opened, console = Bundle.open(bundle), Console()
+    if undo and (rename or remove or copy):
+        raise ConfituneError("--undo goes back on its own: give the other changes afterwards")
+    if undo:
+        opened.go_back()
     if rename or remove or copy:
         with opened.changing():
             if rename:
@@ -249,6 +258,9 @@ def serve_command(
     max_batch: Annotated[int, Option(min=1, help="images of all requests that go through the network together")] = 32,
     queue: Annotated[int, Option(min=1, help="images that may wait; more are refused with 429")] = 256,
     max_body_mb: Annotated[int, Option(min=1, help="of one request")] = 32,
+    allow_host: Annotated[
+        list[str] | None, Option(metavar="NAME", help="a name that the server is reached by; may be given many times")
+    ] = None,
 ) -> None:
     """Answer over HTTP, with a page to drop photos on.
 
@@ -273,7 +285,8 @@ def serve_command(
         body_bytes=body,
         all_bodies_bytes=max(body, Limits.all_bodies_bytes),
     )
-    serve(Predictor.from_bundle(bundle, device=device), host=host, port=port, limits=limits)
+    predictor = Predictor.from_bundle(bundle, device=device)
+    serve(predictor, host=host, port=port, limits=limits, hosts=allow_host or ())
 
 
 @app.command(name="export")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from confitune.cli.app import Option, app, stoppable
+from confitune.cli.app import Option, app, say, stoppable
 from confitune.cli.options import SettingsCommand, with_settings
 
 if TYPE_CHECKING:
@@ -131,11 +131,12 @@ def run_command(
         checked = make_recipe(values, str(recipe or "the options given"))
         with _place(console, asked) as place:
             results = run_recipe(checked, out, place=place, resume=resume, checkpoint_seconds=checkpoint_seconds)
-    pictures = draw_pictures(out, checked.methods)
     console.print(summary_table(results))
-    if pictures:
-        where = f"Everything is in {out}; the picture to look at first: {pictures[-1]}"
-        console.print(where, soft_wrap=True, markup=False)
+    try:
+        if pictures := draw_pictures(out, checked.methods):
+            say(f"Everything is in {out}; the picture to look at first: {pictures[-1]}")
+    except OSError as error:  # results are there, on a disk that is full or read-only by now
+        say(f"Everything is in {out}, but no picture: {error}", "yellow")
 
 
 @app.command(name="tune", cls=SettingsCommand)

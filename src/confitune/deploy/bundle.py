@@ -38,7 +38,7 @@ from confitune.deploy.format import (
     foreign_files,
     own_files,
 )
-from confitune.deploy.journal import State, alone, commit, is_bundle, read_head, read_state, write_head
+from confitune.deploy.journal import State, alone, commit, is_bundle, read_before, read_head, read_state, write_head
 from confitune.deploy.loading import load_network, load_task
 from confitune.errors import ConfituneError
 from confitune.files import sync_folder
@@ -99,14 +99,26 @@ class Bundle:
         return MappingProxyType(self._state.accuracy)
 
     @property
-    def last_task(self) -> str:
-        """The task that was added last of those there are."""
-        return next(reversed(self._state.tasks))
-
-    @property
     def lineage(self) -> str:
         """Tells backbones apart: equal only where every step of learning was the same."""
         return self._head.lineage
+
+    @property
+    def version(self) -> str:
+        """Tells states of the bundle apart: each change makes another one."""
+        return self._head.index_chain[:12]
+
+    def stamp(self) -> tuple[int, int] | None:
+        """Of the head on disk: another one after every change; None where there is none."""
+        try:
+            status = (self.path / HEAD).lstat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    def has_backbone_of(self, other: Bundle) -> bool:
+        """Whether both are one network with the same weights, so that tasks of one fit the other."""
+        return self.lineage == other.lineage and self.network == other.network
 
     @property
     def written(self) -> str:
@@ -176,7 +188,9 @@ class Bundle:
         with alone(self.path):
             if is_bundle(self.path):
                 self._renew()
-            elif len(list((self.path / TASKS).glob("*.safetensors"))) > 1:  # a first task that broke off leaves one
+            elif (
+                any((self.path / TASKS).glob("*")) and not (self.path / UNFINISHED).exists()
+            ):  # no first task broke off
                 raise BundleError(f"{self.path} holds tasks but no {HEAD}: restore it from a copy")
             if (self.path / UNFINISHED).exists():
                 self.sweep()
@@ -228,7 +242,7 @@ class Bundle:
     def copy_task(self, source: Bundle, task: str, to: str | None = None) -> None:
         """Take a task over from another bundle, whose backbone must be this one's."""
         record = source.record(task)
-        if source.lineage != self.lineage or source.network != self.network:
+        if not self.has_backbone_of(source):
             raise BundleError(
                 f"{task!r} cannot be copied: the backbones of {source.path} and {self.path} are not the same. Where "
                 "learning moves the backbone, only a bundle that has learned the very same tasks can take it; learn "
@@ -292,10 +306,11 @@ class Bundle:
             path.unlink()
 
     def go_back(self) -> None:
-        """Make what it was before its last change what it is, for good, if it is damaged."""
+        """Make what it was before its last change what it is, for good; what was made since is deleted."""
         with alone(self.path):
-            self._state, self.damage = read_state(self.path, TensorFiles(self.path))
-            if self.damage is not None:
-                write_head(self.path / HEAD, self._head)
-                self.damage = None
-                self.sweep()
+            self._state = read_before(self.path, TensorFiles(self.path))
+            self._begin()
+            write_head(self.path / HEAD, self._head)
+            self.damage = None
+            self.sweep()
+            (self.path / UNFINISHED).unlink()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
@@ -25,28 +26,39 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from confitune.errors import ConfituneError
-from confitune.files import checksum_of, write_whole
+from confitune.files import checksum_of, open_plain, write_whole
 from confitune.methods import METHODS, Method, create_method
 
 FORMAT = 2
 HEAD, BEFORE, INDEX = "bundle.json", "bundle.before.json", "index.jsonl"
 LOCK, UNFINISHED = ".lock", ".unfinished"
-BACKBONES, TASKS, HELD_OUT = _FOLDERS = ("backbones", "tasks", "held-out")
+BACKBONES, TASKS, HELD_OUT = FOLDERS = ("backbones", "tasks", "held-out")
 NAME_LENGTH = 100
-_FOLDER = f"({'|'.join(_FOLDERS)})/"
+_FOLDER = f"({'|'.join(FOLDERS)})/"
 _OWN = re.compile(
     rf"{_FOLDER}[0-9a-f]{{64}}\.safetensors|({_FOLDER})?([0-9a-f]{{64}}|bundle|bundle\.before)\.[0-9a-f]{{32}}\.partial"
 )
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _KINDS = {*_FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool}
 
+
+def readable(text: str) -> str:
+    """One line of text that can be shown: a terminal obeys other characters, and they can hide what is there."""
+    if not text.isprintable() and any(unicodedata.category(c) in _UNSEEN and c not in _JOINERS for c in text):
+        raise ValueError(f"{text[:200]!r} holds characters that cannot be shown")
+    return text
+
+
+_UNSEEN = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}
+_JOINERS = "\u200c\u200d"  # of Persian words, of emoji
+Text = Annotated[str, AfterValidator(readable)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Name = Annotated[str, Field(min_length=1, max_length=NAME_LENGTH)]
+Name = Annotated[Text, Field(min_length=1, max_length=NAME_LENGTH)]
 MethodOptions = dict[str, float | int | bool | str]
 
 
@@ -72,7 +84,7 @@ class StoredFile(_Record):
 class TaskRecord(_Record):
     """One task."""
 
-    classes: tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...] = Field(min_length=2)
+    classes: tuple[Annotated[Text, Field(min_length=1, max_length=1000)], ...] = Field(min_length=2)
     file: StoredFile
     held_out: StoredFile | None = None
     held_out_images: int = Field(0, ge=0)
@@ -83,7 +95,7 @@ class TaskRecord(_Record):
         default_factory=dict, description="what the method chose for it, and why"
     )
     epochs: int = Field(0, ge=0)
-    learned: str = Field("", description="when, ISO 8601")
+    learned: Text = Field("", description="when, ISO 8601")
 
 
 class Added(_Record):
@@ -124,12 +136,12 @@ _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="o
 class Network(_Record):
     """What the network is, and what its inputs must look like."""
 
-    model: str
+    model: Text
     means: Literal["window", "phase"]
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     size: int = Field(ge=1, le=224, description="in pixels: images are cut to 224 square ones first")
-    weights: str = Field(description="what it was pre-trained with")
+    weights: Text = Field(description="what it was pre-trained with")
     weights_sha256: Sha256
     statistics: Literal["running", "pass"] = Field("running", description="how means are measured")
     method: str = Field("confit", pattern=r"^[\w-]+$", description="that its tasks are learned with, never a file")
@@ -155,7 +167,7 @@ class Head(_Record):
     index_bytes: int = Field(ge=0)
     index_chain: Sha256 = Field(description="of the index's lines up to there")
     versions: dict[str, str]
-    written: str
+    written: Text
 
 
 def check_name(task: str) -> str:
@@ -167,10 +179,12 @@ def check_name(task: str) -> str:
     Traceback (most recent call last):
     confitune.deploy.format.BundleError: a task's name must be 1 to 100 readable characters: got 'birds\\n'
     """
-    readable = all(unicodedata.category(c) not in ("Zl", "Zp") and unicodedata.category(c)[0] != "C" for c in task)
-    if not (0 < len(task) <= NAME_LENGTH and readable and task == task.strip()):
-        raise BundleError(f"a task's name must be 1 to {NAME_LENGTH} readable characters: got {task[:200]!r}")
-    return task
+    try:
+        if 0 < len(task) <= NAME_LENGTH and readable(task) == task.strip():
+            return task
+    except ValueError:
+        pass
+    raise BundleError(f"a task's name must be 1 to {NAME_LENGTH} readable characters: got {task[:200]!r}")
 
 
 def file_name(folder: str, stored: StoredFile) -> str:
@@ -205,14 +219,14 @@ def head_from_bytes(data: bytes, where: str) -> Head:
     try:
         values = json.loads(data)
         checksum = values.pop("checksum")
+        if checksum != checksum_of(values):
+            raise DamagedError(f"{where} is damaged: its checksum does not fit; restore it from a copy")
         found = values.get("format")
         if isinstance(found, int) and found != FORMAT:
             raise BundleError(
                 f"{where} was written by another version of confitune (format {found}, not {FORMAT}): use that one, or "
                 "learn its tasks into a new bundle"
             )
-        if checksum != checksum_of(values):
-            raise DamagedError(f"{where} is damaged: its checksum does not fit; restore it from a copy")
         return Head.model_validate(values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{where} is damaged, or no bundle's: {_brief(error)}; restore it from a copy") from error
@@ -242,12 +256,12 @@ def own_files(path: Path) -> list[str]:
 
 def foreign_files(path: Path) -> list[str]:
     """What is in a folder that no bundle writes."""
-    usual = {LOCK, UNFINISHED, INDEX, *_FOLDERS}
+    usual = {LOCK, UNFINISHED, INDEX, *FOLDERS}
     return [name for name in _names_in(path) if name not in usual and not _OWN.fullmatch(name)]
 
 
 def _names_in(path: Path) -> list[str]:
-    found = [*path.glob("*"), *(entry for folder in _FOLDERS for entry in (path / folder).glob("*"))]
+    found = [*path.glob("*"), *(entry for folder in FOLDERS for entry in (path / folder).glob("*"))]
     return sorted(entry.relative_to(path).as_posix() for entry in found)
 
 
@@ -273,7 +287,10 @@ class TensorFiles:
         data = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, metadata)
         stored = StoredFile(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
         path = self._root / file_name(folder, stored)
-        if not (path.exists() and path.stat().st_size == stored.bytes):
+        self._whole.discard(file_name(folder, stored))
+        try:
+            self.check(folder, stored)
+        except DamagedError:  # or it is not there yet
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, lambda out: out.write(data))
         return stored
@@ -283,10 +300,11 @@ class TensorFiles:
         name = file_name(folder, stored)
         path = self._root / name
         try:
-            size = path.stat().st_size
-            if size != stored.bytes:
-                raise DamagedError(f"{path} is damaged: {size} bytes, not {stored.bytes}; restore it from a copy")
-            data = path.read_bytes()
+            with open_plain(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != stored.bytes:
+                    raise DamagedError(f"{path} is damaged: {size} bytes, not {stored.bytes}; restore it from a copy")
+                data = file.read()
         except OSError as error:
             raise DamagedError(f"{path} cannot be read: {error}; restore it from a copy") from error
         if name not in self._whole and hashlib.sha256(data).hexdigest() != stored.sha256:
@@ -303,4 +321,6 @@ class TensorFiles:
             raise BundleError(f"{path} holds no tensors: {error}") from error
         if not {tensor.dtype for tensor in tensors.values()} <= _KINDS:
             raise BundleError(f"{path} holds tensors of a kind that no bundle has")
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            raise BundleError(f"{path} holds numbers that are not finite: nothing can be predicted with them")
         return tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from confitune.engine.seeds import derived_generator
 from confitune.nn import ContinualNet
 from confitune.tasks import CROP, Images, Preprocess, Progress, UnreadableImageError, open_rgb
 
+_log = logging.getLogger(__name__)
 MOST_CHECKED = 100  # tasks with which guesses are measured: a hundred times a hundred passes of held-out images
 _BATCH = 64  # images decoded and tested at once
 _PIXELS = CROP * CROP  # of one image: it was cut when it was kept
@@ -48,7 +50,8 @@ def keep_some(images: Images, most: int, seed: int = 0) -> dict[str, Tensor]:
 @torch.no_grad()
 def accuracy_on(net: ContinualNet, task: str, kept: Mapping[str, Tensor], preprocess: Preprocess) -> float:
     """Accuracy in percent of a task on what `keep_some` kept of it."""
-    labels, images, right = kept["labels"], decode_kept(kept, task), 0
+    images, right = decode_kept(kept, task), 0
+    labels = kept["labels"]
     device, was_training = next(net.parameters()).device, net.training
     net.eval()
     for first in range(0, len(labels), _BATCH):
@@ -128,16 +131,22 @@ class Change:
 def check_earlier(
     bundle: Bundle, net: ContinualNet, tasks: Sequence[str], preprocess: Preprocess, progress: Progress | None
 ) -> tuple[Change, ...]:
-    """What tasks lost or gained by a new one; their states are in the network one at a time."""
+    """What tasks lost or gained by a new one; their states are in the network one at a time.
+
+    A task whose files are damaged is left out.
+    """
     changes = []
     for number, task in enumerate(tasks, 1):
-        kept, loaded = bundle.held_out(task), task not in net.tasks
-        assert kept is not None
-        if loaded:
-            bundle.load_task(net, task)
-        after = accuracy_on(net, task, kept, preprocess)
-        changes.append(Change(task, bundle.accuracy.get(task), after, len(kept["labels"])))
-        if loaded:
+        loaded = task not in net.tasks
+        try:
+            if loaded:
+                bundle.load_task(net, task)
+            kept = bundle.held_out(task) or {}
+            after = accuracy_on(net, task, kept, preprocess)
+            changes.append(Change(task, bundle.accuracy.get(task), after, len(kept["labels"])))
+        except BundleError as error:
+            _log.warning("%s. Task %r is not tested again", error, task)
+        if loaded and task in net.tasks:
             net.drop_task(task)
         if progress is not None:
             progress("testing earlier tasks", number, len(tasks))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,9 +19,11 @@ from confitune.deploy.format import (
     BACKBONES,
     BEFORE,
     EMPTY,
+    FOLDERS,
     HEAD,
     INDEX,
     LOCK,
+    UNFINISHED,
     Added,
     BundleError,
     DamagedError,
@@ -41,7 +44,7 @@ from confitune.deploy.format import (
     head_to_bytes,
 )
 from confitune.engine import versions
-from confitune.files import exclusive, write_whole
+from confitune.files import exclusive, open_plain, require_plain, write_whole
 
 _log = logging.getLogger(__name__)
 _versions = cache(versions)
@@ -104,10 +107,23 @@ def is_bundle(path: Path) -> bool:
     return (path / HEAD).is_file() or (path / BEFORE).is_file()
 
 
+def require_own(path: Path) -> None:
+    """Refuse a bundle of links and other things that are no files: a change would reach what is not its own."""
+    try:
+        for name in (HEAD, BEFORE, INDEX, LOCK, UNFINISHED, *FOLDERS):
+            with suppress(FileNotFoundError):
+                status = (path / name).lstat()
+                if not (name in FOLDERS and stat.S_ISDIR(status.st_mode)):
+                    require_plain(path / name, status)
+    except OSError as error:
+        raise BundleError(f"{path} cannot be used: {error}") from error
+
+
 def read_head(path: Path) -> Head:
     """The head in a file."""
     try:
-        data = path.read_bytes()
+        with open_plain(path) as file:
+            data = file.read()
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error}; restore it from a copy") from error
     return head_from_bytes(data, str(path))
@@ -121,6 +137,7 @@ def read_state(path: Path, files: TensorFiles) -> tuple[State, str | None]:
     """
     if not is_bundle(path):
         raise BundleError(f"{path} holds no bundle: `confitune learn` makes one")
+    require_own(path)
     while True:
         head = None
         try:
@@ -136,6 +153,16 @@ def read_state(path: Path, files: TensorFiles) -> tuple[State, str | None]:
                 raise error from None
 
 
+def read_before(path: Path, files: TensorFiles) -> State:
+    """What the bundle was before its last change."""
+    head = read_head(path / BEFORE) if (path / BEFORE).exists() else None
+    with suppress(DamagedError):
+        head = None if head == read_head(path / HEAD) else head
+    if head is None:
+        raise BundleError(f"nothing of {path} can be undone: only its last change, once, and not its first task")
+    return _read(path, files, head)
+
+
 def _newest(path: Path, files: TensorFiles, head: Head) -> State:
     before = None
     if (path / BEFORE).exists():
@@ -148,7 +175,7 @@ def _read(path: Path, files: TensorFiles, head: Head, before: Head | None = None
     """What the index tells up to where the head counts; checks the backbone."""
     index = path / INDEX
     try:
-        with index.open("rb") as handle:
+        with open_plain(index) as handle:
             data = handle.read(min(head.index_bytes, os.fstat(handle.fileno()).st_size))
     except OSError as error:
         raise DamagedError(f"{index} cannot be read: {error}; restore it from a copy") from error
@@ -181,7 +208,10 @@ def alone(path: Path) -> Iterator[None]:
     def busy() -> None:
         raise BundleError(f"another process is changing {path}; try again when it is done")
 
-    with exclusive(path / LOCK, busy):
+    require_own(path)
+    with exclusive(path / LOCK, busy) as held:
+        if not held:
+            raise BundleError(f"{path} cannot be locked, so two changes could undo each other: use a local disk")
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +15,18 @@ from pydantic import Field
 from confitune.deploy.bundle import Bundle
 from confitune.deploy.fitting import measure_fit
 from confitune.deploy.folding import example_images
-from confitune.deploy.format import BundleError, MethodOptions, Network, TaskRecord, check_name
+from confitune.deploy.format import BundleError, MethodOptions, Network, TaskRecord, check_name, readable
 from confitune.deploy.held_out import Change, accuracy_on, check_earlier, keep_some, some_of
 from confitune.deploy.loading import new_network
-from confitune.engine import Executor, Listener, TaskFit, epochs_of, evaluate, place_task
+from confitune.engine import DivergedError, Executor, Listener, TaskFit, epochs_of, evaluate, place_task
+from confitune.engine.evaluation import right_answers
 from confitune.methods import METHODS, Method
 from confitune.nn import ContinualNet, create_backbone
 from confitune.settings import NetworkSettings, TrainSettings
-from confitune.tasks import CROP, Progress, load_folder_task
+from confitune.tasks import CROP, Progress, Task, load_folder_task
+
+_log = logging.getLogger(__name__)
+_TRIED = 256  # training images that show whether anything was learned
 
 
 class LearnSettings(NetworkSettings, TrainSettings):
@@ -87,8 +92,8 @@ def learn(
     with opened.changing():
         opened.require_new(task)
         if net is None or Bundle.exists(bundle):  # it may have been made meanwhile
-            whole = [name for name, record in opened.tasks.items() if not record.only_head]
-            net = opened.load_network(whole[-1:] or [opened.last_task])  # the new one starts from it
+            net = opened.load_network()
+            _load_start(opened, net)
         network, method = opened.network, opened.network.learner()
         images = load_folder_task(
             folder, task, mean=network.mean, std=network.std, size=network.size, cache_dir=cache_dir, progress=progress
@@ -102,6 +107,7 @@ def learn(
         with executor.session():
             placed = place_task(images, executor.device, training.pixels)
             TaskFit(executor, placed, method, len(opened.tasks)).fit()
+        _require_learned(net, images, training)
         only_head = net.tasks[task].owns == ("head",)
         accuracy = evaluate(net, images, training)
         earlier = [name for name, record in opened.tasks.items() if record.held_out is not None]
@@ -143,11 +149,42 @@ def learn(
     )
 
 
+def _load_start(bundle: Bundle, net: ContinualNet) -> None:
+    """What a new task starts from: the last one that owns more than a head, or the last; damaged ones are passed by."""
+    whole = [name for name, record in bundle.tasks.items() if not record.only_head]
+    for task in reversed(whole or list(bundle.tasks)):
+        try:
+            bundle.load_task(net, task)
+            return
+        except BundleError as error:
+            _log.warning("%s. The new task starts from the one before %r", error, task)
+    raise BundleError(f"{bundle.path} has no task that a new one could start from; learn it into a new bundle")
+
+
+def _require_learned(net: ContinualNet, task: Task, settings: TrainSettings) -> None:
+    """Refuse what no prediction can be made with: numbers that are not finite, and no more right than by chance.
+
+    Every class counts the same, so an answer that is always the same is chance, however often it is right.
+    """
+    tensors = [*net.task_state_dict(task.name).values(), *net.shared_state_dict().values()]
+    order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(settings.seed))[:_TRIED]
+    tried = task.train.only(order)
+    right, labels = right_answers(net, task, settings, tried).cpu().double(), tried.labels.cpu()
+    share = float(torch.stack([right[labels == label].mean() for label in labels.unique()]).mean())
+    finite = all(bool(tensor.isfinite().all()) for tensor in tensors)
+    if not finite or share <= 1 / len(task.classes):
+        why = f"{100 * share:.0f}% of its training photos are right" if finite else "its numbers are not finite"
+        raise DivergedError(
+            f"task {task.name!r} was not learned: {why}, by chance it were {100 / len(task.classes):.0f}%. Nothing is "
+            f"kept of it; try a learning rate below {settings.lr:g}, or more epochs"
+        )
+
+
 def _check_classes(classes: Sequence[str], folder: Path) -> None:
     for name in classes:
         try:
-            name.encode()
-        except UnicodeEncodeError:
+            readable(name)
+        except ValueError:
             raise BundleError(f"the name of the class folder {name!r} in {folder} is no text; rename it") from None
 
 

@@ -23,7 +23,7 @@ def new_network(network: Network, backbone: nn.Module) -> ContinualNet:
 
 def load_network(network: Network, shared: Mapping[str, Tensor], size: int) -> ContinualNet:
     """The network with what all tasks share, from a file of `size` bytes; it is not built if those cannot hold it."""
-    needed = _least_bytes(network.model)
+    needed = _least_bytes(network.model, size)
     if needed > size:
         raise BundleError(f"{size} bytes cannot be the weights of {network.model}: they take {needed}")
     net = new_network(network, build_model(network.model))
@@ -31,9 +31,9 @@ def load_network(network: Network, shared: Mapping[str, Tensor], size: int) -> C
     return net
 
 
-def _least_bytes(model: str) -> int:
+def _least_bytes(model: str, size: int) -> int:
     """What the weights of a network take that no task can own: all but scales and shifts of norms."""
-    empty = without_memory(model)
+    empty = without_memory(model, size)
     with next(empty.parameters()).device:  # a torchvision network is traced
         weights = [weight for weight in headless(empty).parameters() if weight.dim() > 1]
     return sum(weight.nbytes for weight in weights)

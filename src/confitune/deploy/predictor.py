@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import glob
 import io
+import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,7 @@ from confitune.deploy.bundle import Bundle
 from confitune.deploy.fitting import Fit, layers_of, logits_and_distances
 from confitune.deploy.format import BundleError
 from confitune.engine import TrainSettings
+from confitune.errors import ConfituneError
 from confitune.nn import ContinualNet
 from confitune.tasks import (
     DataError,
@@ -30,9 +33,11 @@ from confitune.tasks import (
     open_rgb,
 )
 
+_log = logging.getLogger(__name__)
 MOST_PIXELS = 50_000_000  # of an image to predict: 7,000 pixels square
 MOST_GUESSED = 1000  # tasks that a guess may be among: each takes a forward pass
 _BATCH = 32  # files
+_NEVER = -1e9  # score of a task that gives no numbers
 
 
 @dataclass(frozen=True)
@@ -52,25 +57,41 @@ class Prediction:
     task: str | None  # None: no task fits well enough
     task_confidence: float | None  # of a guessed task, 0 to 1; None where the task was given
     classes: tuple[tuple[str, float], ...]  # best first, with probabilities; empty where the task is unknown
+    version: str = ""  # of the bundle that answered
 
 
 class Predictor:
-    """A bundle ready to answer. One thread at a time may call `predict`; `decode` may be called by many.
+    """A bundle ready to answer. Threads may share one: they are answered one after the other, and decode together.
 
     Args:
-        bundle: opened; what is added to it later is not seen.
+        bundle: opened; what changes on disk later is seen after `renew`.
         device: 'auto', 'cpu', 'cuda', ...
         ready: how many tasks are kept in memory; others are read when they are asked for.
         unknown_above: an image whose misfit to its best task is larger is of none; infinite: always guess one. A few in
             a hundred of a task's own images are above two deviations, the default.
+
+    Attributes:
+        outdated: whether the bundle on disk is another one by now that cannot be used.
+        unreadable: tasks whose files were found damaged or gone. A guess leaves them out.
     """
 
     def __init__(self, bundle: Bundle, *, device: str = "auto", ready: int = 256, unknown_above: float = 2.0) -> None:
         if ready < 1:
             raise BundleError(f"at least one task must be kept ready, got {ready}")
-        self.bundle, self.name = bundle, bundle.path.name
-        self.ready, self.unknown_above = ready, unknown_above
+        self.name, self.ready, self.unknown_above = bundle.path.name, ready, unknown_above
         self.device = TrainSettings(device=device).torch_device()
+        self.outdated = False
+        self._pipeline, self._lock = Pipeline(), threading.RLock()
+        self._loaded: OrderedDict[str, Fit | None] = OrderedDict()  # the one used last is the last
+        self._seen = bundle.stamp()
+        self._take(bundle, self._load(bundle))
+
+    def _load(self, bundle: Bundle) -> ContinualNet:
+        return bundle.load_network().to(self.device).to(memory_format=torch.channels_last).eval()
+
+    def _take(self, bundle: Bundle, net: ContinualNet) -> None:
+        network, self.bundle, self._net = bundle.network, bundle, net
+        self.preprocess = Preprocess.of_cut(network.mean, network.std, network.size)
         self.tasks: Mapping[str, TaskInfo] = MappingProxyType(
             {
                 name: TaskInfo(
@@ -79,12 +100,37 @@ class Predictor:
                 for name, record in bundle.tasks.items()
             }
         )
-        network = bundle.network
-        self.preprocess = Preprocess.of_cut(network.mean, network.std, network.size)
-        self._pipeline = Pipeline()
-        self._net = bundle.load_network().to(self.device).to(memory_format=torch.channels_last).eval()
-        self._loaded: OrderedDict[str, Fit | None] = OrderedDict()  # the one used last is the last
-        self._channels = [norm.num_features for norm in layers_of(self._net)]
+        self.version = bundle.version
+        self.unreadable: set[str] = set()
+        self._channels = [norm.num_features for norm in layers_of(net)]
+
+    def renew(self) -> None:
+        """Become what the bundle is on disk now, whole; where that is damaged or gone, stay what this is.
+
+        Takes no time where nothing has changed.
+        """
+        if self.bundle.stamp() == self._seen:
+            return
+        with self._lock:
+            seen = self.bundle.stamp()
+            try:
+                bundle = Bundle.open(self.bundle.path)
+                if bundle.damage is not None:
+                    raise BundleError(bundle.damage)
+                if bundle.has_backbone_of(self.bundle):
+                    net, known = self._net, self.bundle.tasks
+                    for task in list(self._loaded):
+                        if task not in bundle.tasks or bundle.tasks[task].file != known[task].file:
+                            self._drop(task)
+                else:
+                    net = self._load(bundle)
+                    self._loaded.clear()
+            except ConfituneError as error:
+                _log.warning("%s; answers are those of %s as it was opened", error, self.bundle.path)
+                self.outdated = True
+                return
+            self._take(bundle, net)
+            self._seen, self.outdated = seen, False
 
     @classmethod
     def from_bundle(cls, path: Path | str, **options: Any) -> Predictor:
@@ -105,20 +151,25 @@ class Predictor:
     def logits(self, pixels: Tensor, tasks: Sequence[str]) -> list[Tensor]:
         """Logits of image n under `tasks[n]`; images of different tasks go through the network together."""
         _require_one_each(pixels, tasks)
-        wanted, found = list(dict.fromkeys(tasks)), [torch.empty(0)] * len(tasks)
-        for first in range(0, len(wanted), self.ready):  # in parts, where there are more than are kept
-            part = wanted[first : first + self.ready]
-            self._make_ready(part)
-            mine = [n for n, task in enumerate(tasks) if task in part]
-            x = self.preprocess(pixels[mine].to(self.device))
-            if len(part) == 1:
-                rows = self._net(x, part[0])
-            else:
-                place = {name: n for n, name in enumerate(self._net.tasks)}
-                rows = self._net(x, torch.tensor([place[tasks[n]] for n in mine], device=self.device))
-            for n, row in zip(mine, rows.float().cpu(), strict=True):
-                found[n] = row[: len(self.tasks[tasks[n]].classes)]
-        return found
+        with self._lock:
+            wanted, found = list(dict.fromkeys(tasks)), [torch.empty(0)] * len(tasks)
+            for first in range(0, len(wanted), self.ready):  # in parts, where there are more than are kept
+                part = wanted[first : first + self.ready]
+                self._make_ready(part)
+                mine = [n for n, task in enumerate(tasks) if task in part]
+                x = self.preprocess(pixels[mine].to(self.device))
+                if len(part) == 1:
+                    rows = self._net(x, part[0])
+                else:
+                    place = {name: n for n, name in enumerate(self._net.tasks)}
+                    rows = self._net(x, torch.tensor([place[tasks[n]] for n in mine], device=self.device))
+                for n, row in zip(mine, rows.float().cpu(), strict=True):
+                    found[n] = row[: len(self.tasks[tasks[n]].classes)]
+                    if not found[n].isfinite().all():
+                        raise BundleError(
+                            f"task {tasks[n]!r} gives numbers that are not finite: it was not learned well"
+                        )
+            return found
 
     def predict(
         self, pixels: Tensor, tasks: Sequence[str | None], top: int = 5, among: Sequence[str] | None = None
@@ -132,22 +183,24 @@ class Predictor:
             among: the tasks that a guess may be one of; default: all.
         """
         _require_one_each(pixels, tasks)
-        for task in tasks:
-            if task is not None:
-                self.bundle.record(task)
-        open_ones = [n for n, task in enumerate(tasks) if task is None]
-        guessed = dict(zip(open_ones, self.guess(pixels[open_ones], among), strict=True)) if open_ones else {}
-        chosen = [guessed[n][0] if n in guessed else task for n, task in enumerate(tasks)]
-        known = [n for n, task in enumerate(chosen) if task is not None]
-        logits = dict(zip(known, self.logits(pixels[known], [str(chosen[n]) for n in known]), strict=True))
-        return [
-            Prediction(
-                task,
-                guessed[n][1] if n in guessed else None,
-                () if task is None else self._best(logits[n], task, top),
-            )
-            for n, task in enumerate(chosen)
-        ]
+        with self._lock:
+            for task in tasks:
+                if task is not None:
+                    self.bundle.record(task)
+            open_ones = [n for n, task in enumerate(tasks) if task is None]
+            guessed = dict(zip(open_ones, self.guess(pixels[open_ones], among), strict=True)) if open_ones else {}
+            chosen = [guessed[n][0] if n in guessed else task for n, task in enumerate(tasks)]
+            known = [n for n, task in enumerate(chosen) if task is not None]
+            logits = dict(zip(known, self.logits(pixels[known], [str(chosen[n]) for n in known]), strict=True))
+            return [
+                Prediction(
+                    task,
+                    guessed[n][1] if n in guessed else None,
+                    () if task is None else self._best(logits[n], task, top),
+                    self.version,
+                )
+                for n, task in enumerate(chosen)
+            ]
 
     @torch.no_grad()
     def guess(self, pixels: Tensor, among: Sequence[str] | None = None) -> list[tuple[str | None, float]]:
@@ -160,33 +213,43 @@ class Predictor:
         Args:
             among: the tasks that it may be one of; default: all of the bundle.
         """
-        names = list(self.tasks) if among is None else list(dict.fromkeys(among))
-        if not names:
-            raise BundleError(f"{self.bundle.path} has no task yet" if among is None else "a guess among no tasks")
-        if len(names) > MOST_GUESSED:
-            raise BundleError(too_many_to_guess(len(names)))
-        for name in names:
-            self.bundle.record(name)
-        x = self.preprocess(pixels.to(self.device))
-        scores, misfits = [], []
-        for task in names:
-            self._make_ready([task])
-            fit = self._loaded[task]
-            logits, distances = logits_and_distances(self._net, x, task, fit.reference if fit is not None else None)
-            misfit = fit.misfit(distances.cpu()) if fit is not None else torch.zeros(len(x))
-            scores.append(logits.float().log_softmax(1).max(1).values.cpu() - misfit)
-            misfits.append(misfit)
-        share, away = torch.stack(scores, 1).softmax(1), torch.stack(misfits, 1)
-        return [
-            (names[t] if float(away[n, t]) <= self.unknown_above else None, float(share[n, t]))
-            for n, t in enumerate(share.argmax(1).tolist())
-        ]
+        with self._lock:
+            names = list(self.tasks) if among is None else list(dict.fromkeys(among))
+            if not names:
+                raise BundleError(f"{self.bundle.path} has no task yet" if among is None else "a guess among no tasks")
+            if len(names) > MOST_GUESSED:
+                raise BundleError(too_many_to_guess(len(names)))
+            for name in names:
+                self.bundle.record(name)
+            x = self.preprocess(pixels.to(self.device))
+            scores, misfits = {}, []
+            for task in names:
+                try:
+                    self._make_ready([task])
+                except BundleError as error:
+                    _log.warning("%s. Images are not given to task %r", error, task)
+                    continue
+                fit = self._loaded[task]
+                logits, distances = logits_and_distances(self._net, x, task, fit.reference if fit is not None else None)
+                misfit = fit.misfit(distances.cpu()) if fit is not None else torch.zeros(len(x))
+                score = logits.float().log_softmax(1).max(1).values.cpu() - misfit
+                usable = score.isfinite()  # finite weights can overflow
+                scores[task] = score.where(usable, torch.tensor(_NEVER))
+                misfits.append(misfit.where(usable, torch.tensor(torch.inf)))
+            if not scores:
+                raise BundleError(f"no task of {self.bundle.path} can be read; see `confitune doctor`")
+            share, away, names = torch.stack(list(scores.values()), 1).softmax(1), torch.stack(misfits, 1), list(scores)
+            return [
+                (names[t] if float(away[n, t]) <= self.unknown_above else None, float(share[n, t]))
+                for n, t in enumerate(share.argmax(1).tolist())
+            ]
 
     def network_for(self, task: str) -> ContinualNet:
-        """The network, with this task in it and current."""
-        self._make_ready([task])
-        self._net.set_task(task)
-        return self._net
+        """The network, with this task in it and current; whoever uses it must be the only one."""
+        with self._lock:
+            self._make_ready([task])
+            self._net.set_task(task)
+            return self._net
 
     def _best(self, logits: Tensor, task: str, top: int) -> tuple[tuple[str, float], ...]:
         classes = self.tasks[task].classes
@@ -197,11 +260,20 @@ class Predictor:
         """Have these tasks in memory; those that were used longest ago make room."""
         for task in tasks:
             if task not in self._loaded:
-                self._loaded[task] = Fit.from_state(self.bundle.load_task(self._net, task), self._channels)
+                try:
+                    state = self.bundle.load_task(self._net, task)
+                except BundleError:
+                    self.unreadable.add(task)
+                    raise
+                self.unreadable.discard(task)
+                self._loaded[task] = Fit.from_state(state, self._channels)
             self._loaded.move_to_end(task)
         while len(self._loaded) > self.ready:
-            gone, _ = self._loaded.popitem(last=False)
-            self._net.drop_task(gone)
+            self._drop(next(iter(self._loaded)))
+
+    def _drop(self, task: str) -> None:
+        del self._loaded[task]
+        self._net.drop_task(task)
 
 
 def too_many_to_guess(tasks: int) -> str:

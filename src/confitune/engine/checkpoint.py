@@ -37,6 +37,8 @@ class Checkpoint:
     seconds: float
     train_seconds: float
     images: int
+    data: int = 0  # checksum of the tasks; 0: not known
+    threads: int = 0
 
     def save(self, folder: Path) -> None:
         """Make this the folder's newest checkpoint; at any moment a whole one is there."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from confitune.engine.capture import Executor
 from confitune.engine.checkpoint import Checkpoint
@@ -78,6 +79,13 @@ class SequenceRun:
         checkpoint = Checkpoint.load(self.folder, self.config, self.listener.note) if self.folder else None
         if checkpoint is None:
             return False
+        if checkpoint.data not in (0, self.original.checksum):
+            raise ConfituneError(
+                f"the images of {self.original.name} are not those that the run in {self.folder} was begun with: bring "
+                "them back, or choose another --out folder"
+            )
+        if checkpoint.threads not in (0, threads := torch.get_num_threads()):
+            self.listener.note(f"begun with {checkpoint.threads} threads, now {threads}: last digits may differ")
         with self._taking_up():
             self.net.load_state_dict(checkpoint.net)
             for hook, state in zip(self.method.hooks, checkpoint.hooks, strict=True):
@@ -171,6 +179,8 @@ class SequenceRun:
             seconds=self.seconds,
             train_seconds=self.train_seconds,
             images=self.images,
+            data=self.original.checksum,
+            threads=torch.get_num_threads(),
         ).save(self.folder)
 
     def _say_what_is_odd(self) -> None:

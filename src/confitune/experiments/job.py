@@ -35,7 +35,7 @@ from confitune.engine import (
 from confitune.errors import ConfituneError
 from confitune.experiments.identity import require_same_run
 from confitune.experiments.recipe import Recipe
-from confitune.files import exclusive
+from confitune.files import exclusive, remove_partial
 from confitune.nn import Backbone, ContinualNet, create_backbone
 from confitune.settings import TrainSettings
 from confitune.tasks import Progress, TaskSequence
@@ -189,7 +189,9 @@ def side_by_side(group: Sequence[Job], loaded: Loaded, show: Show, busy: Busy) -
 
 
 def _one(job: Job, loaded: Loaded, show: Show, busy: Busy, turn: Listener) -> RunResult:
-    with exclusive(job.folder / LOCK, lambda: busy(job)):
+    with exclusive(job.folder / LOCK, lambda: busy(job)) as held:
+        if held:
+            remove_partial(job.folder)
         result = job.finished()  # of the process that was waited for, or that died right after it
         if result is None:
             with show(job) as progress:

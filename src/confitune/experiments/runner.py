@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,7 +90,8 @@ def finish_plan(plan: Plan, place: Place) -> list[RunResult]:
     """Results of all runs of a plan whose jobs the place has begun."""
     done = dict(plan.done)
     if done:
-        write_summary(plan.out)  # a run that was killed right after its result may have left an older one
+        with suppress(OSError):  # nothing may be left to do on a disk that is read-only by now
+            write_summary(plan.out)  # a run that was killed right after its result may have left an older one
     failures: list[tuple[Job, ConfituneError]] = []
     for job, outcome in place.results(plan.left):
         if isinstance(outcome, RunResult):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from confitune.errors import ConfituneError
 from confitune.nn.pairing import trace_flow
 
 _INSTALLED = "tf_efficientnet_lite0"  # its weights come along with pip, so that the default works offline
+_INSTALLED_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ def create_backbone(name: str, weights: str | Path | None = None) -> Backbone:
     elif offline:
         path = _installed_weights() if weights is None else Path(weights)
         source = path.name
+        if weights is None and hashlib.sha256(path.read_bytes()).hexdigest() != _INSTALLED_SHA256:
+            raise ConfituneError(f"{path} is not what confitune was made with: reinstall its package, or use --weights")
         load_weights(model, _read_state(path), source)
     return Backbone(name, model, mean, std, source, state_sha256(model))
 
@@ -66,12 +71,20 @@ def build_model(name: str) -> nn.Module:
     return _build(*_resolve(name), pretrained=False)[0]
 
 
-def without_memory(name: str) -> nn.Module:
-    """A network on the meta device, where its shapes are known and nothing is computed."""
+def without_memory(name: str, most_bytes: float = math.inf) -> nn.Module:
+    """A network on the meta device, where its shapes are known and nothing is computed.
+
+    torchvision's RegNets read their own numbers while they are built, so they take memory: at most about `most_bytes`.
+    """
     try:
         with torch.device("meta"):
             return build_model(name)
-    except ConfituneError:  # some networks read their own numbers while they are built
+    except ConfituneError:
+        library, rest = _resolve(name)
+        of_torchvision = library == "torchvision"
+        known = torchvision.models.get_model_weights(rest).DEFAULT.meta["num_params"] if of_torchvision else math.inf
+        if 2 * known > most_bytes:  # four bytes each, and not all are the backbone's
+            raise ConfituneError(f"{most_bytes} bytes cannot be the weights of {name}") from None
         return build_model(name)
 
 
@@ -159,10 +172,23 @@ def _read_state(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
+        _require_unpacked(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ConfituneError(f"{path} cannot be read as weights: {error}") from error
+    except Exception as error:  # torch's own words advise to run what is in the file
+        raise ConfituneError(
+            f"{path} cannot be read as weights: it is damaged, or holds more than tensors. Save a state dict with "
+            "torch.save or safetensors"
+        ) from error
     state = state.get("state_dict", state) if isinstance(state, dict) else state
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfituneError(f"{path} holds no state dict of tensors")
     return state
+
+
+def _require_unpacked(path: Path) -> None:
+    """Refuse a file of a few megabytes that unpacks to gigabytes; torch packs nothing."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            inside = sum(member.file_size for member in archive.infolist())
+        if inside > path.stat().st_size:
+            raise ConfituneError(f"{path} unpacks to {inside:,} bytes")

@@ -8,6 +8,7 @@ boxes. The paper's numbers come from it, so it is kept; the order of the methods
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,11 +80,15 @@ class Pipeline:
 
 def _resize_and_crop(image: Image.Image) -> Image.Image:
     """Short side to 256 pixels (bilinear; Pillow always antialiases), then the centre 224 x 224."""
+    _require_broad(image)
+    return functional.center_crop(functional.resize(image, RESIZE), CROP)  # type: ignore[no-any-return]
+
+
+def _require_broad(image: Image.Image) -> None:
     if max(image.size) > MOST_STRETCHED * min(image.size):
         raise DataError(
             f"it is too thin: {image.width} x {image.height} pixels, more than {MOST_STRETCHED} to 1; crop it"
         )
-    return functional.center_crop(functional.resize(image, RESIZE), CROP)  # type: ignore[no-any-return]
 
 
 def byte_wrap_table(mean: Sequence[float], std: Sequence[float]) -> list[int]:
@@ -129,6 +134,7 @@ def open_rgb(source: Path | IO[bytes], *, name: str | None = None, most_pixels: 
                 raise DataError(
                     f"it has {image.width} x {image.height} pixels, more than {most_pixels / 1e6:,.0f} million"
                 )
+            _require_broad(image)
             if image.format in ("JPEG", "MPO"):
                 _require_few_scans(image)
             image.load()
@@ -139,6 +145,15 @@ def open_rgb(source: Path | IO[bytes], *, name: str | None = None, most_pixels: 
         raise UnreadableImageError(f"cannot read the image {name}: it is no image, or of an unknown kind") from error
     except Exception as error:  # Pillow's decoders raise almost anything on broken input
         raise UnreadableImageError(f"cannot read the image {name}: {error or type(error).__name__}") from error
+
+
+def pixels_of(data: bytes) -> int:
+    """How many pixels an image file says that it has, without decoding them; 0 for what is no image."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            return image.width * image.height
+    except Exception:  # decoding it will say what is wrong
+        return 0
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -27,8 +27,11 @@ from types import SimpleNamespace
 import torch
 
 class Fake:
-    name = "fake"
+    name, version, outdated, unreadable = "fake", "1", False, ()
     tasks = {}
+
+    def renew(self):
+        pass
 
     def __init__(self):
         self.gate = threading.Event()
@@ -41,7 +44,8 @@ class Fake:
     def predict(self, pixels, tasks, top=5):
         self.asked += len(pixels)
         self.gate.wait(20)
-        return [SimpleNamespace(task="pets", task_confidence=None, classes=(("cat", 1.0),)) for _ in pixels]
+        answer = {"task": "pets", "task_confidence": None, "classes": (("cat", 1.0),), "version": "1"}
+        return [SimpleNamespace(**answer) for _ in pixels]
 """
 made = {}
 exec(PREDICTOR, made)
@@ -166,7 +170,7 @@ def test_the_app_runs_under_any_asgi_server():
     before = set(threading.enumerate())
     app = create_app(Fake())
     assert set(threading.enumerate()) <= before
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://localhost") as client:
         assert client.get("/healthz").json()["status"] == "ok"
         answer = client.post("/v1/predict", files={"images": ("a.png", b"x")})
         assert answer.json()["predictions"][0]["classes"] == [{"name": "cat", "probability": 1.0}]

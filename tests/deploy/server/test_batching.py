@@ -1,11 +1,13 @@
 """Images of many requests in few batches: who is asked for what, and who gets which answer."""
 
+import io
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from confitune.deploy import Prediction
 from confitune.deploy.server import Limits, batching
@@ -13,10 +15,10 @@ from confitune.deploy.server.batching import Batcher
 from confitune.deploy.server.limits import Refusal
 from confitune.errors import ConfituneError
 from confitune.tasks import UnreadableImageError
-from deploy.shared import until
+from deploy.shared import FakePredictor, until
 
 
-class Fake:
+class Fake(FakePredictor):
     """An image is its first byte; its best class says which byte that was."""
 
     name = "fake"
@@ -173,28 +175,51 @@ def test_only_the_unreadable_image_fails_and_gives_its_place_back(started, fake)
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
+    ("error", "reason", "healthy"),
     [
-        (ConfituneError("the task is gone"), "the prediction failed: the task is gone"),
-        (RuntimeError("CUDA out of memory at 0x7f00"), "the prediction failed: RuntimeError"),
+        (ConfituneError("/srv/model/x is damaged"), "task 'pets' cannot be used; the server's log says why", True),
+        (RuntimeError("CUDA out of memory at 0x7f00"), "the prediction failed; the server's log says why", False),
     ],
 )
-def test_a_failed_batch_fails_its_images_and_no_others(started, fake, error, reason):
+def test_a_failed_batch_fails_its_images_and_no_others(started, fake, error, reason, healthy):
+    fake.tasks = {"pets": None}
     batcher = started(max_batch=2)
     fake.fails = error
     for answer in batcher.submit(files(1, 2), ["pets"] * 2, 1):
         with pytest.raises(Refusal) as refused:
             answer.result(5)
         assert (refused.value.status, refused.value.detail) == (500, reason)
+    until(lambda: batcher.healthy == healthy)
     fake.fails = None
     assert best(batcher.submit(files(3), ["pets"], 1)) == ["3-0"]
-    assert batcher.healthy
+    until(lambda: batcher.healthy)
+
+
+def test_a_task_that_fails_or_is_gone_fails_alone(started, fake):
+    fake.tasks = {"pets": None, "broken": None}
+    real = fake.predict
+
+    def predict(pixels, tasks, top):
+        if {"broken", "removed"} & set(tasks):
+            raise ConfituneError("/srv/model/tasks/1.safetensors is damaged")
+        return real(pixels, tasks, top)
+
+    fake.predict = predict
+    batcher = started(max_batch=4, max_wait_ms=1000)
+    answers = batcher.submit(files(1, 2, 3, 4), ["pets", "broken", "removed", None], 1)
+    assert best([answers[0], answers[3]]) == ["1-0", "4-0"]
+    for answer, error in ((answers[1], "unreadable-task"), (answers[2], "unknown-task")):
+        with pytest.raises(Refusal) as refused:
+            answer.result(5)
+        assert refused.value.error == error
+        assert "/srv" not in refused.value.detail
 
 
 def test_too_few_predictions_fail_the_batch_rather_than_go_to_the_wrong_image(started, fake):
+    fake.tasks = {"pets": None}
     batcher = started()
     fake.predict = lambda pixels, tasks, top: []
-    with pytest.raises(Refusal, match="the prediction failed: RuntimeError"):
+    with pytest.raises(Refusal, match="the prediction failed; the server's log"):
         batcher.submit(files(1), ["pets"], 1)[0].result(5)
 
 
@@ -237,3 +262,39 @@ def test_many_threads_at_once_get_their_own_answers(started, fake):
 
 def test_no_wait_at_all_is_a_limit(started):
     assert best(started(max_wait_ms=0).submit(files(3), ["pets"], 1)) == ["3-0"]
+
+
+def png(width, height):
+    out = io.BytesIO()
+    Image.new("1", (width, height)).save(out, "PNG")
+    return out.getvalue()
+
+
+def test_the_pixels_of_a_request_are_counted_before_they_are_decoded(started, fake):
+    batcher = started(pixels=1_000_000, decoders=1)
+    answers = batcher.submit([(str(n), png(600, 600)) for n in range(5)], ["pets"] * 5, 1)
+    found = [answer.exception(5) for answer in answers]
+    assert [error is None for error in found] == [True, True, False, False, False]
+    assert {(error.status, error.error) for error in found[2:]} == {(413, "too-many-pixels")}
+    assert fake.decoded == ["0", "1"]
+    assert batcher.waiting == 0
+    assert best(batcher.submit(files(7), ["pets"], 1)) == ["7-0"]
+
+
+def test_a_request_of_many_images_does_not_hold_up_another(started, fake):
+    batcher, first, go_on = started(decoders=1), threading.Event(), threading.Event()
+    real = fake.decode
+
+    def decode(data, name):
+        first.set()
+        assert go_on.wait(5)
+        return real(data, name)
+
+    fake.decode = decode
+    many = batcher.submit(files(*range(1, 30)), ["pets"] * 29, 1)
+    assert first.wait(5)
+    few = batcher.submit([("other", b"x")], ["pets"], 1)
+    go_on.set()
+    assert best(few)
+    assert best(many)
+    assert fake.decoded.index("other") <= 2

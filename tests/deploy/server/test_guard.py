@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from urllib.parse import urlsplit
 
 import pytest
@@ -14,15 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from confitune.deploy import Prediction, TaskInfo
-from confitune.deploy.server import Limits, running_server
+from confitune.deploy.server import Limits, create_app, running_server
 from confitune.tasks import UnreadableImageError
-from deploy.shared import until
+from deploy.shared import FakePredictor, until
 
 httpx = pytest.importorskip("httpx", reason="pip install httpx")
 pytest.importorskip("fastapi", reason="pip install 'confitune[serve]'")
+TestClient = pytest.importorskip("fastapi.testclient").TestClient
 
 
-class Sizes:
+class Sizes(FakePredictor):
     """Every image that does not begin with 'bad' can be read; its class is its number of bytes."""
 
     name = "sizes"
@@ -103,7 +104,7 @@ def parsed(said):
 
 def head(length=None, kind="image/png", more=""):
     size = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
-    return f"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\n{size}\r\n{more}\r\n".encode()
+    return f"POST /v1/predict HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {kind}\r\n{size}\r\n{more}\r\n".encode()
 
 
 def works(client, size=7):
@@ -289,7 +290,7 @@ def shared():
 )
 def test_paths_lead_nowhere_else(shared, path):
     with connected(shared) as connection:
-        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
         status, _, answer = parsed(everything(connection))
     assert (status, answer["error"]) == (404, "not-found")
 
@@ -341,9 +342,9 @@ def test_nonsense_is_the_clients_fault(shared, kind, body, status):
     "request_",
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
-        b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-        b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nxxxxxx",
-        b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
+        b"POST /v1/predict HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/predict HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nxxxxxx",
+        b"POST /v1/predict HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
         b"GET / HTTP/1.1\r\n" + b"X: " + b"y" * 200_000 + b"\r\n\r\n",
     ],
     ids=["tls", "negative length", "two lengths", "a bad chunk", "long headers"],
@@ -367,3 +368,57 @@ PIECES = (part(), part(b"bad"), part()[:-2], b"--B", b"--B--", b"\r\n", b"--", b
 def test_no_body_makes_the_server_fail(shared, kind, pieces):
     answer = shared.post("/v1/predict", content=b"".join(pieces), headers={"Content-Type": kind})
     assert answer.status_code in (200, 400, 413, 422)
+
+
+# ---- connections, and names of the server ----------------------------------------------------------------------------
+
+
+def test_idle_connections_make_room_for_who_asks(sizes):
+    with serving(sizes, connections=5) as client, ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(connected(client))
+        for _ in range(3):
+            with httpx.Client(base_url=client.base_url) as newcomer:
+                assert works(newcomer)
+                assert newcomer.get("/healthz").status_code == 200
+
+
+def test_health_is_told_when_every_connection_is_busy(sizes):
+    with serving(sizes, connections=3, body_seconds=20) as client, ExitStack() as stack:
+        for _ in range(4):  # requests whose bodies do not come
+            connection = stack.enter_context(connected(client))
+            connection.sendall(head(1000))
+        with httpx.Client(base_url=client.base_url) as newcomer:
+            until(lambda: newcomer.get("/v1/tasks").status_code == 503)
+            assert newcomer.get("/healthz").status_code == 200
+
+
+def test_a_body_in_pieces_of_one_byte_is_cut_off(sizes):
+    with serving(sizes) as client, connected(client) as connection:
+        connection.sendall(head())
+        with suppress(ConnectionResetError, BrokenPipeError):
+            connection.sendall(b"1\r\nx\r\n" * 20_000)
+        assert everything(connection) == b""  # and does not wait for the rest
+        assert works(client)
+
+
+def test_a_body_in_larger_pieces_is_taken(sizes):
+    with serving(sizes) as client, connected(client) as connection:
+        connection.sendall(head() + b"3e8\r\n" + b"x" * 1000 + b"\r\n" + (b"3e8\r\n" + b"x" * 1000 + b"\r\n") * 299)
+        connection.sendall(b"0\r\n\r\n")
+        status, _, answer = parsed(one_answer(connection))
+        assert (status, answer["predictions"][0]["classes"][0]["name"]) == (200, "300000")
+
+
+@pytest.mark.parametrize("name", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil", "["])
+def test_a_page_of_another_name_is_told_nothing(sizes, name):
+    with serving(sizes) as client:
+        answer = client.get("/v1/tasks", headers={"Host": name})
+        assert (answer.status_code, answer.json()["error"]) == (421, "unknown-host")
+
+
+@pytest.mark.parametrize("name", ["localhost", "LOCALHOST:80", "127.0.0.1:9", "[::1]:8000", "192.168.0.7", "my.model"])
+def test_names_of_the_server(sizes, name):
+    app = create_app(sizes, hosts=["My.Model"])
+    with TestClient(app, base_url="http://localhost") as client:
+        assert client.get("/v1/tasks", headers={"Host": name}).status_code == 200

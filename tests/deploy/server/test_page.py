@@ -15,7 +15,7 @@ from PIL import Image
 from confitune.deploy import Prediction, TaskInfo
 from confitune.deploy.server import Limits, running_server
 from confitune.tasks import open_rgb
-from deploy.shared import until
+from deploy.shared import FakePredictor, until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright (its own browsers are not needed)")
 httpx = pytest.importorskip("httpx", reason="pip install httpx")
@@ -27,7 +27,7 @@ EVIL = "<img src=x onerror=window.hacked=1>"
 LONG = "a bird with a name that is longer than a telephone is wide"
 
 
-class Colours:
+class Colours(FakePredictor):
     """Red, green and blue are classes; a guess is 'pets', unless the image is black."""
 
     name = "my model"

@@ -14,12 +14,13 @@ from confitune.deploy import Prediction, TaskInfo
 from confitune.deploy.server import Limits, running_server
 from confitune.errors import ConfituneError
 from confitune.tasks import open_rgb
+from deploy.shared import FakePredictor
 
 httpx = pytest.importorskip("httpx", reason="pip install httpx")
 pytest.importorskip("fastapi", reason="pip install 'confitune[serve]'")
 
 
-class Colours:
+class Colours(FakePredictor):
     """Classes are colours: the strongest channel decides. Blue images are birds, black ones are of no task."""
 
     name = "colours"
@@ -106,6 +107,7 @@ def test_one_image(client):
                     {"name": "green frog", "probability": share},
                     {"name": "blue fish", "probability": share},
                 ],
+                "version": "",
             }
         ]
     }
@@ -236,7 +238,7 @@ def test_a_failing_predictor_is_a_500_and_the_next_request_works(client, colours
     assert "secret" not in answer.text
     colours.fails = ConfituneError("the task's file is gone")
     answer = client.post("/v1/predict", files=form(RED))
-    assert (answer.status_code, answer.json()["detail"]) == (500, "the prediction failed: the task's file is gone")
+    assert (answer.status_code, answer.json()["detail"]) == (500, "the prediction failed; the server's log says why")
     colours.fails = None
     assert predicted(client.post("/v1/predict", files=form(RED))) == [("pets", "red cat")]
 
@@ -255,7 +257,13 @@ def test_tasks_and_health(shared_client):
         for name, task in Colours.tasks.items()
     ]
     assert answer["limits"] == {"body_bytes": 32_000_000, "image_bytes": 16_000_000, "images": 64}
-    assert shared_client.get("/healthz").json() == {"status": "ok", "queue_images": 0, "body_bytes": 0}
+    assert shared_client.get("/healthz").json() == {
+        "status": "ok",
+        "version": "1",
+        "unreadable_tasks": [],
+        "queue_images": 0,
+        "body_bytes": 0,
+    }
 
 
 def test_everything_is_described(shared_client):
@@ -268,7 +276,7 @@ def test_everything_is_described(shared_client):
     for status in ("4XX", "5XX"):
         assert predict["responses"][status]["content"]["application/json"]["schema"] == error
     fields = described["components"]["schemas"]["ImagePrediction"]["properties"]
-    assert set(fields) == {"image", "task", "task_confidence", "unknown", "classes"}
+    assert set(fields) == {"image", "task", "task_confidence", "unknown", "classes", "version"}
 
 
 def test_the_page_loads_only_its_own_files_and_runs_only_its_own_script(shared_client):
@@ -286,3 +294,14 @@ def test_the_page_loads_only_its_own_files_and_runs_only_its_own_script(shared_c
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith(kind)
         assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_a_form_that_is_cut_off_is_refused(client):
+    """Its last field, which is lost, may have been the task."""
+    image = b'--x\r\nContent-Disposition: form-data; name="images"; filename="a"\r\n\r\n' + picture(RED) + b"\r\n"
+    task = b'--x\r\nContent-Disposition: form-data; name="task"\r\n\r\nbir'
+    headers = {"Content-Type": "multipart/form-data; boundary=x"}
+    assert client.post("/v1/predict", content=image + b"--x--\r\n", headers=headers).status_code == 200
+    for body in (image + task, image + b"--x\r\n"):
+        answer = client.post("/v1/predict", content=body, headers=headers)
+        assert (answer.status_code, "cut off" in answer.text) == (400, True), answer.text

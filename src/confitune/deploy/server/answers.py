@@ -28,6 +28,7 @@ class ImagePrediction(BaseModel):
     task_confidence: float | None = Field(description="of a guessed task, 0 to 1; null where the task was given")
     unknown: bool = Field(description="true if no task fits well enough")
     classes: list[ClassScore] = Field(description="best first; empty if no task fits")
+    version: str = Field(description="of the model that answered: another one after every change of it")
 
 
 class PredictAnswer(BaseModel):
@@ -51,6 +52,7 @@ class TasksAnswer(BaseModel):
     """The model and its tasks in the order they were learned."""
 
     name: str
+    version: str = Field(description="another one after every change of the model")
     tasks: list[TaskEntry]
     limits: dict[str, int] = Field(description="of a request: body_bytes, image_bytes and images")
 

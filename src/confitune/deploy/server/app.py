@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -32,10 +32,13 @@ def require_server_packages() -> None:
         raise ConfituneError("the server needs packages that are not installed: pip install 'confitune[serve]'")
 
 
-def create_app(predictor: Predictor, limits: Limits | None = None) -> FastAPI:
+def create_app(predictor: Predictor, limits: Limits | None = None, hosts: Sequence[str] = ()) -> FastAPI:
     """A predictor as an ASGI app, for any server of such apps; `serve` runs it with uvicorn.
 
     Its threads start and end with the app's lifespan. Limits of connections are the server's: `serve` sets them.
+
+    Args:
+        hosts: names by which it may be asked for, besides localhost and addresses in numbers.
     """
     require_server_packages()
     from fastapi import FastAPI
@@ -62,7 +65,7 @@ def create_app(predictor: Predictor, limits: Limits | None = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.add_middleware(Guard, limits=limits, load=load)
+    app.add_middleware(Guard, limits=limits, load=load, hosts=hosts)
     handle_errors(app)
     add_routes(app, predictor, batcher, load, limits)
     add_page(app)
@@ -75,6 +78,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     limits: Limits | None = None,
+    hosts: Sequence[str] = (),
     announce: Callable[[str], object] = print,
 ) -> None:
     """Answer requests until Ctrl-C.
@@ -84,9 +88,10 @@ def serve(
         host: the address to listen on; 0.0.0.0 is every one of this machine, for anyone who can reach it.
         port: 0 takes a free one.
         limits: of memory and time; None is the defaults.
+        hosts: names by which it may be asked for, besides `host`, localhost and addresses in numbers.
         announce: is given one line with the address, once connections are taken.
     """
-    server = _server(predictor, limits or Limits())
+    server = _server(predictor, limits or Limits(), [host, *hosts])
     with _listen(host, port) as listening:
         announce(f"serving {predictor.name} at {_address(listening)} (Ctrl-C stops it)")
         with suppress(KeyboardInterrupt):  # uvicorn has closed everything by then, and passes it on
@@ -98,7 +103,7 @@ def running_server(
     predictor: Predictor, *, host: str = "127.0.0.1", port: int = 0, limits: Limits | None = None
 ) -> Iterator[str]:
     """The server in a thread of this program, stopped at the end of the block; gives its address."""
-    server = _server(predictor, limits or Limits())
+    server = _server(predictor, limits or Limits(), [host])
     with _listen(host, port) as listening:
         thread = threading.Thread(target=server.run, args=([listening],), name="confitune-serve")
         thread.start()
@@ -126,13 +131,15 @@ def _address(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _server(predictor: Predictor, limits: Limits) -> uvicorn.Server:
-    app = create_app(predictor, limits)
+def _server(predictor: Predictor, limits: Limits, hosts: Sequence[str]) -> uvicorn.Server:
+    app = create_app(predictor, limits, hosts)
     import uvicorn
+
+    from confitune.deploy.server.protocol import bounded_protocol
 
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=bounded_protocol(limits),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -141,7 +148,6 @@ def _server(predictor: Predictor, limits: Limits) -> uvicorn.Server:
         server_header=False,
         proxy_headers=False,
         backlog=_BACKLOG,
-        limit_concurrency=limits.connections,
         timeout_graceful_shutdown=limits.shutdown_seconds,
     )
     return uvicorn.Server(config)

@@ -19,10 +19,19 @@ import torch
 from torch import Tensor
 
 from confitune.deploy.predictor import Prediction, Predictor
-from confitune.deploy.server.limits import Limits, Refusal
+from confitune.deploy.server.limits import Limits, Refusal, unknown_task
 from confitune.errors import ConfituneError
+from confitune.tasks.decode import pixels_of
 
 _log = logging.getLogger("confitune.serve")
+
+
+@dataclass
+class _Request:
+    """Images of one request that are yet to be decoded."""
+
+    jobs: deque[_Job]
+    pixels: int  # that it may still have
 
 
 @dataclass
@@ -48,9 +57,10 @@ class Batcher:
         self._predictor = predictor
         self._limits = limits
         self._changed = threading.Condition()
+        self._requests: deque[_Request] = deque()
         self._ready: deque[_Job] = deque()
         self._waiting = 0
-        self._stopped = False
+        self._stopped = self._failing = False
         self._decoders = ThreadPoolExecutor(limits.decoders, thread_name_prefix="confitune-decode")
         # A daemon: a predictor that never returns must not keep the process from ending.
         self._worker = threading.Thread(target=self._work, name="confitune-predict", daemon=True)
@@ -62,8 +72,8 @@ class Batcher:
 
     @property
     def healthy(self) -> bool:
-        """Whether images are being answered."""
-        return self._worker.is_alive()
+        """Whether images are being answered: whatever the last batch was of, it did not fail as a whole."""
+        return self._worker.is_alive() and not self._failing
 
     def start(self) -> None:
         """Begin to answer."""
@@ -90,8 +100,9 @@ class Batcher:
         with self._changed:
             self.check_room(len(jobs))
             self._waiting += len(jobs)
-            for job in jobs:
-                self._decoders.submit(self._decode, job)
+            self._requests.append(_Request(deque(jobs), self._limits.pixels))
+            for _ in jobs:
+                self._decoders.submit(self._decode_next)
         return [job.answer for job in jobs]
 
     def close(self) -> None:
@@ -102,10 +113,19 @@ class Batcher:
         self._decoders.shutdown(cancel_futures=True)
         self._worker.join(1.0)
 
-    def _decode(self, job: _Job) -> None:
+    def _decode_next(self) -> None:
+        """One image of the request whose turn it is: one with many that take long holds nobody up."""
+        with self._changed:
+            request = self._requests.popleft()
+            job = request.jobs.popleft()
+            if request.jobs:
+                self._requests.append(request)
         try:
             if not job.answer.cancelled():
+                self._count_pixels(request, job)
                 job.pixels = self._predictor.decode(job.data, job.name)
+        except Refusal as refusal:
+            _settle(job.answer, refusal)
         except Exception as error:  # whatever a decoder makes of bytes from anywhere, it is the image's fault
             reason = f"cannot read the image {job.name}: {type(error).__name__}"
             if isinstance(error, ConfituneError):
@@ -121,6 +141,15 @@ class Batcher:
                 job.ready_at = time.monotonic()
                 self._ready.append(job)
             self._changed.notify_all()
+
+    def _count_pixels(self, request: _Request, job: _Job) -> None:
+        pixels = pixels_of(job.data)
+        with self._changed:
+            request.pixels -= pixels
+        if request.pixels < 0:
+            most = f"{self._limits.pixels / 1e6:g} million"
+            detail = f"the images of the request have more than {most} pixels: send fewer or smaller ones"
+            raise Refusal(413, "too-many-pixels", detail, image=job.name)
 
     def _work(self) -> None:
         while (batch := self._next_batch()) is not None:
@@ -143,20 +172,42 @@ class Batcher:
         return [job for job in batch if job.answer.set_running_or_notify_cancel()]
 
     def _predict(self, batch: list[_Job]) -> None:
+        """Answer a batch; where that fails, task by task, so that a task that cannot be used fails alone."""
         try:
-            pixels = torch.stack([job.pixels for job in batch if job.pixels is not None])
-            # As many classes as the most that anyone wants; each takes as many as it asked for.
-            found = self._predictor.predict(pixels, [job.task for job in batch], max(job.top for job in batch))
-            if len(found) != len(batch):
-                raise RuntimeError(f"{len(found)} predictions for {len(batch)} images")
-        except Exception as error:
-            _log.exception("a batch of %d images failed", len(batch))
-            reason = str(error) if isinstance(error, ConfituneError) else type(error).__name__
-            for job in batch:
-                _settle(job.answer, Refusal(500, "prediction-failed", f"the prediction failed: {reason}"))
+            self._answer(batch)
+            self._failing = False
             return
+        except Exception:
+            _log.exception("a batch of %d images failed", len(batch))
+        tasks, failed = {job.task for job in batch}, 0
+        for task in tasks:
+            jobs = [job for job in batch if job.task == task]
+            try:
+                self._answer(jobs)
+            except Exception as error:
+                refusal = self._refusal(task, error)
+                failed += not isinstance(error, ConfituneError)
+                for job in jobs:
+                    _settle(job.answer, refusal)
+        self._failing = failed == len(tasks)
+
+    def _answer(self, batch: list[_Job]) -> None:
+        self._predictor.renew()
+        pixels = torch.stack([job.pixels for job in batch if job.pixels is not None])
+        # As many classes as the most that anyone wants; each takes as many as it asked for.
+        found = self._predictor.predict(pixels, [job.task for job in batch], max(job.top for job in batch))
+        if len(found) != len(batch):
+            raise RuntimeError(f"{len(found)} predictions for {len(batch)} images")
         for job, prediction in zip(batch, found, strict=True):
             _settle(job.answer, prediction)
+
+    def _refusal(self, task: str | None, error: Exception) -> Refusal:
+        """Why there is no answer, in words that tell nothing of the server."""
+        if task is not None and task not in self._predictor.tasks:
+            return unknown_task(task)  # it was removed meanwhile
+        if task is not None and isinstance(error, ConfituneError):
+            return Refusal(500, "unreadable-task", f"task {task!r} cannot be used; the server's log says why")
+        return Refusal(500, "prediction-failed", "the prediction failed; the server's log says why")
 
 
 def _settle(answer: Future[Prediction], outcome: Prediction | Exception) -> None:

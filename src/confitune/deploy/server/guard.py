@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -21,20 +23,28 @@ from confitune.deploy.server.limits import Limits, Refusal, megabytes
 _log = logging.getLogger("confitune.serve")
 _LINGER_SECONDS = 10.0
 _SILENCE_SECONDS = 2.0
+_ADDRESS = re.compile(r"([\d.]+|\[[\da-f:.]+\])(:\d+)?")  # in numbers, with or without a port
 
 
 @dataclass
 class Load:
-    """Bytes of all requests under way."""
+    """Requests under way, and the bytes of their bodies."""
 
+    requests: int = 0
     body_bytes: int = 0
 
 
 class Guard:
-    """The middleware around an app."""
+    """The middleware around an app.
 
-    def __init__(self, app: ASGIApp, *, limits: Limits, load: Load) -> None:
+    Args:
+        hosts: names of the server. A request for another name comes from a page of that name, which got a browser to
+            ask here by changing its own address; addresses in numbers, and localhost, cannot be changed so.
+    """
+
+    def __init__(self, app: ASGIApp, *, limits: Limits, load: Load, hosts: Iterable[str] = ()) -> None:
         self._app, self._limits, self._load = app, limits, load
+        self._hosts = {"localhost", "", *(host.lower() for host in hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on with its body under watch."""
@@ -42,8 +52,10 @@ class Guard:
             await self._app(scope, receive, send)
             return
         exchange = _Exchange(scope, receive, send, self._limits, self._load)
+        self._load.requests += 1
         try:
-            await self._app(scope, exchange.receive, exchange.send)
+            refusal = self._refusal(scope)
+            await (self._app if refusal is None else refusal_response(refusal))(scope, exchange.receive, exchange.send)
         except ClientDisconnect:
             pass  # nobody is there to be answered
         except Exception:
@@ -52,7 +64,19 @@ class Guard:
                 failure = Refusal(500, "internal", "the server failed on this request; its log says why")
                 await refusal_response(failure)(scope, exchange.receive, exchange.send)
         finally:
+            self._load.requests -= 1
             exchange.release()
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        """Why a request is not passed on. Health is told however busy the server is."""
+        if self._load.requests > self._limits.connections and scope["path"] != "/healthz":
+            return Refusal(503, "busy", "too many requests are under way: try again later", retry_after=1)
+        host = Headers(scope=scope).get("host", "").lower()
+        if host.partition(":")[0] not in self._hosts and not _ADDRESS.fullmatch(host):
+            return Refusal(
+                421, "unknown-host", f"this server does not go by {host[:100]!r}: start it with --allow-host"
+            )
+        return None
 
 
 class _Exchange:
@@ -68,7 +92,7 @@ class _Exchange:
         self._arrived = 0
         self._taken = 0
         self._latest = time.monotonic() + limits.body_seconds
-        self._receive, self._send, self._limits, self._load = receive, send, limits, load
+        self._scope, self._receive, self._send, self._limits, self._load = scope, receive, send, limits, load
 
     async def receive(self) -> Message:
         """The next part of the body, or the news that the client has left."""
@@ -84,8 +108,10 @@ class _Exchange:
             raise Refusal(408, "slow-client", detail) from None
         self._linger = True
         self._unread = message["type"] == "http.request" and message.get("more_body", False)
-        count = len(message.get("body", b""))
+        body = message.get("body", b"")
+        count = len(body)
         self._check(count)
+        self._scope["body_end"] = (self._scope.get("body_end", b"") + body[-4:])[-4:]
         self._arrived += count
         self._taken += count
         self._load.body_bytes += count

@@ -17,6 +17,7 @@ class Limits:
         body_bytes: of one request.
         image_bytes: of one image file.
         images: in one request; no more than `queue_images`.
+        pixels: of all images in one request: a file of a few bytes can take a second to decode.
         all_bodies_bytes: of all requests under way together.
         queue_images: decoded or to be decoded, and not yet in a batch; above, requests are answered 429.
         max_batch: images the network sees at once.
@@ -25,12 +26,13 @@ class Limits:
         body_seconds: a client may take to send a body.
         request_seconds: from the end of the body to the answer.
         shutdown_seconds: requests under way when the server is stopped may take; then they are cut off.
-        connections: at once; above, uvicorn answers 503.
+        connections: at once; above, whoever asks nothing is dropped for who comes, and requests are answered 503.
     """
 
     body_bytes: int = 32 * _MB
     image_bytes: int = 16 * _MB
     images: int = 64
+    pixels: int = 200_000_000
     all_bodies_bytes: int = 256 * _MB
     queue_images: int = 256
     max_batch: int = 32
@@ -62,6 +64,11 @@ class Refusal(ConfituneError):
 
     def __str__(self) -> str:
         return self.detail
+
+
+def unknown_task(name: str) -> Refusal:
+    """There is no such task, or no longer."""
+    return Refusal(404, "unknown-task", f"there is no task {name[:100]!r}; /v1/tasks lists those that there are")
 
 
 def megabytes(count: int) -> str:

@@ -15,10 +15,17 @@ from starlette.datastructures import ImmutableMultiDict, UploadFile
 from starlette.requests import ClientDisconnect
 
 from confitune.deploy.predictor import MOST_GUESSED, Prediction, Predictor, too_many_to_guess
-from confitune.deploy.server.answers import ERRORS, ClassScore, ImagePrediction, PredictAnswer, TaskEntry, TasksAnswer
+from confitune.deploy.server.answers import (
+    ERRORS,
+    ClassScore,
+    ImagePrediction,
+    PredictAnswer,
+    TaskEntry,
+    TasksAnswer,
+)
 from confitune.deploy.server.batching import Batcher
 from confitune.deploy.server.guard import Load
-from confitune.deploy.server.limits import Limits, Refusal, megabytes
+from confitune.deploy.server.limits import Limits, Refusal, megabytes, unknown_task
 
 _LONGEST_FIELD = 1024  # bytes
 _LONGEST_NAME = 200
@@ -83,6 +90,7 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, load: Load,
         """
         batcher.check_room()  # before the body, which a full server need not take
         images, fields = await _read(request, limits)
+        await asyncio.to_thread(predictor.renew)
         began = time.perf_counter()
         tasks, wanted = _tasks_of(fields, len(images), predictor), _top_of(fields)
         answers = batcher.submit(images, tasks, wanted)
@@ -97,17 +105,25 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, load: Load,
 
     @app.get("/v1/tasks", summary="The tasks the model has learned")
     async def tasks() -> TasksAnswer:
+        await asyncio.to_thread(predictor.renew)
         return TasksAnswer(
             name=predictor.name,
+            version=predictor.version,
             tasks=[TaskEntry(name=name, **vars(info)) for name, info in predictor.tasks.items()],
             limits={name: getattr(limits, name) for name in ("body_bytes", "image_bytes", "images")},
         )
 
     @app.get("/healthz", summary="Whether images are being answered, and how many wait", responses=ERRORS)
-    async def healthz() -> dict[str, str | int]:
+    async def healthz() -> dict[str, str | int | list[str]]:
         if not batcher.healthy:
-            raise Refusal(503, "closing", "images are not being answered")
-        return {"status": "ok", "queue_images": batcher.waiting, "body_bytes": load.body_bytes}
+            raise Refusal(503, "failing", "images are not being answered; the server's log says why")
+        return {
+            "status": "outdated" if predictor.outdated else "ok",  # what is on disk by now is damaged
+            "version": predictor.version,
+            "unreadable_tasks": sorted(predictor.unreadable),
+            "queue_images": batcher.waiting,
+            "body_bytes": load.body_bytes,
+        }
 
 
 def add_page(app: FastAPI) -> None:
@@ -135,6 +151,8 @@ async def _read(request: Request, limits: Limits) -> tuple[list[tuple[str, bytes
         async with request.form(**most) as fields:
             files = [file for file in fields.getlist("images") if isinstance(file, UploadFile)]
             images = [((file.filename or "image")[:_LONGEST_NAME], await file.read()) for file in files]
+        if images and not request.scope["body_end"].rstrip(b"\r\n").endswith(b"--"):  # the task may be missing
+            raise Refusal(400, "bad-request", "the form is cut off: its last line is missing")
     else:
         raise Refusal(415, "unsupported-type", f"cannot read {kind[:100] or 'an unnamed type'}: {_HOW}")
     if not images:
@@ -155,7 +173,7 @@ def _tasks_of(fields: ImmutableMultiDict[str, Any], images: int, predictor: Pred
         raise Refusal(422, "bad-field", f"{len(tasks)} tasks for {images} images: give one for all, or one for each")
     for name in tasks:
         if name and name not in predictor.tasks:
-            raise Refusal(404, "unknown-task", f"there is no task {name[:100]!r}; /v1/tasks lists those that there are")
+            raise unknown_task(name)
         if not name and len(predictor.tasks) > MOST_GUESSED:
             raise Refusal(422, "bad-field", f"task: {too_many_to_guess(len(predictor.tasks))}")
     return [name or None for name in (tasks * images if len(tasks) == 1 else tasks)]
@@ -206,4 +224,5 @@ def _shown(name: str, prediction: Prediction, top: int) -> ImagePrediction:
         task_confidence=prediction.task_confidence,
         unknown=prediction.task is None,
         classes=[ClassScore(name=label, probability=p) for label, p in prediction.classes[:top]],
+        version=prediction.version,
     )

@@ -1,0 +1,99 @@
+"""A bundle that changes while it is served: the new version is taken over whole, and no request harms another."""
+
+import io
+
+import pytest
+
+from confitune.deploy import Bundle, Predictor
+from confitune.deploy.server import running_server
+from deploy.shared import damage_task
+
+httpx = pytest.importorskip("httpx", reason="pip install httpx")
+pytest.importorskip("fastapi", reason="pip install 'confitune[serve]'")
+
+
+@pytest.fixture
+def path(taught):
+    return taught(3)
+
+
+@pytest.fixture
+def client(path):
+    served = Predictor.from_bundle(path, device="cpu")
+    with running_server(served) as address, httpx.Client(base_url=address, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture
+def sent(pictures):
+    out = io.BytesIO()
+    pictures("reds", 1)[0].save(out, "PNG")
+    return out.getvalue()
+
+
+def ask(client, sent, *tasks):
+    files = [("images", (task or "guessed", sent)) for task in tasks]
+    return client.post("/v1/predict", files=files, data={"task": [task or "" for task in tasks]})
+
+
+def change(path, work):
+    bundle = Bundle.open(path)
+    with bundle.changing():
+        work(bundle)
+
+
+def names(client):
+    return [task["name"] for task in client.get("/v1/tasks").json()["tasks"]]
+
+
+def test_removed_and_renamed_tasks_are_noticed_between_two_requests(client, path, sent):
+    before = ask(client, sent, "reds").json()["predictions"][0]
+    change(path, lambda bundle: bundle.remove_task("stripes"))  # which the server has not read yet
+    change(path, lambda bundle: bundle.rename_task("greens", "lawns"))  # its file is gone now
+    guessed = ask(client, sent, None)
+    assert guessed.status_code == 200, guessed.text
+    assert guessed.json()["predictions"][0]["task"] == "reds"
+    assert ask(client, sent, "stripes").status_code == 404
+    assert ask(client, sent, "lawns").status_code == 200
+    assert names(client) == ["reds", "lawns"]
+    after = ask(client, sent, "reds").json()["predictions"][0]
+    assert before["version"] != after["version"] == Bundle.open(path).version
+    assert after["classes"] == before["classes"]
+    assert client.get("/healthz").json()["version"] == after["version"]
+
+
+def test_a_task_that_was_learned_meanwhile_is_served(client, path, teach, sent):
+    assert ask(client, sent, "checks").status_code == 404
+    teach("checks", path)  # moves the backbone
+    answer = ask(client, sent, "checks", "reds")
+    assert answer.status_code == 200, answer.text
+    expected = Predictor.from_bundle(path, device="cpu")
+    pixels = expected.decode(sent)[None]
+    for found in answer.json()["predictions"]:
+        alone = expected.predict(pixels, [found["task"]])[0]
+        probabilities = {entry["name"]: entry["probability"] for entry in found["classes"]}
+        assert probabilities == pytest.approx(dict(alone.classes), abs=1e-4)
+
+
+def test_a_damaged_task_fails_alone_and_tells_no_paths(client, path, sent):
+    damage_task(path, "stripes")
+    answers = [ask(client, sent, task) for task in ("reds", "stripes", None)]
+    assert [answer.status_code for answer in answers] == [200, 500, 200]
+    refused = answers[1].json()
+    assert refused["error"] == "unreadable-task"
+    assert "'stripes'" in refused["detail"]
+    assert str(path) not in answers[1].text
+    assert "safetensors" not in answers[1].text
+    health = client.get("/healthz")
+    assert health.status_code == 200
+    assert health.json()["unreadable_tasks"] == ["stripes"]
+
+
+def test_a_bundle_that_was_damaged_meanwhile_is_served_as_it_was_opened(client, path, sent):
+    before = ask(client, sent, "reds").json()["predictions"][0]
+    for name in ("bundle.json", "bundle.before.json"):
+        (path / name).write_text("{}")
+    assert ask(client, sent, "reds").json()["predictions"][0] == before
+    health = client.get("/healthz").json()
+    assert health["status"] == "outdated"
+    assert str(path) not in str(health)
