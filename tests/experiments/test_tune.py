@@ -131,6 +131,15 @@ def test_the_other_parts_keep_what_the_paper_chose_or_the_recipe_says():
             assert (mas.options.strength, cpr.options.beta) == (strength, value)
 
 
+def test_every_value_is_trained_as_the_methods_strengths_ask_for():
+    search = plan_search("ewc", {"dataset": "flowers102"}, grid=["1e4", "3e4", "1e5", "3e5"])
+    assert search.grid == (1e4, 3e4, 1e5, 3e5)
+    for value in search.grid:
+        for recipe in (search.validation(value), search.retraining(value)):
+            assert recipe.train_settings(0, "ewc").clip_norm == 100
+            assert recipe.method("ewc").options.mode == "train"
+
+
 def test_another_option_takes_its_own_grid():
     search = plan_search("mas-cpr", {"dataset": "flowers102"}, "mas.strength")
     assert search.grid == (1, 3, 10, 30, 100, 300)

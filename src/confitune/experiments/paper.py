@@ -74,14 +74,3 @@ def chosen_options(dataset: str) -> dict[str, dict[str, Any]]:
     estimated: dict[str, dict[str, Any]] = _data()["estimated_with"]
     chosen = {entry.part: {entry.option: entry.chosen[dataset]} for entry in searched() if dataset in entry.chosen}
     return {part: {**values, **estimated.get(part, {})} for part, values in chosen.items()}
-
-
-def trained_with(method: str) -> dict[str, Any]:
-    """Settings of training that a method's strengths were chosen with, where they matter.
-
-    EWC's are so large that plain gradient steps diverge; the CPR code clips gradients.
-
-    >>> trained_with("ewc"), trained_with("confit")
-    ({'clip_norm': 100.0}, {})
-    """
-    return dict(_data()["trained_with"].get(method, {}))

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from confitune.methods.importance import FisherEstimator, Mode, fisher
 from confitune.methods.method import Method, Options, TaskContext, Tensors
-from confitune.methods.pull import copy_into, pull, shared_values
+from confitune.methods.pull import CLIPPED, copy_into, pull, shared_values
 from confitune.nn import ContinualNet
 
 
@@ -38,6 +38,7 @@ class EWC(Method):
     summary = "pull by the Fisher information"
     cost = "the pull in a step, one more pass at a task's end"
     reference = "Kirkpatrick et al., PNAS 2017"
+    settings = CLIPPED
     Options = EwcOptions
     kept = ("anchor", "fisher")
     scratch = ("new",)

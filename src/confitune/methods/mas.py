@@ -14,7 +14,7 @@ from pydantic import Field
 
 from confitune.methods.importance import Mode, output_sensitivity
 from confitune.methods.method import Method, Options, TaskContext, Tensors
-from confitune.methods.pull import copy_into, pull, shared_values
+from confitune.methods.pull import CLIPPED, copy_into, pull, shared_values
 from confitune.nn import ContinualNet
 
 
@@ -40,6 +40,7 @@ class MAS(Method):
     summary = "pull by the outputs' sensitivity"
     cost = "the pull in a step, one more pass at a task's end"
     reference = "Aljundi et al., ECCV 2018"
+    settings = CLIPPED
     Options = MasOptions
     kept = ("anchor", "omega")
     scratch = ("new",)

@@ -161,7 +161,9 @@ class Method:
 
     def training(self, photos: bool, given: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of `TrainSettings`: what is given, else what it trains with, on people's own photos or not."""
-        own = {**self.settings, **(self.photos if photos else {})}
+        own: dict[str, Any] = {}
+        for hook in reversed(self.hooks):  # what a strength was chosen with goes with it, whatever it is combined with
+            own |= {**hook.settings, **(hook.photos if photos else {})}
         if "epochs" in given:  # who says how many wants no more
             own.pop("min_steps", None)
         return {**own, **given}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from confitune.methods.method import Tensors
 from confitune.nn import ContinualNet
+
+# Strengths were chosen with it in the CPR code: at large ones plain gradient steps diverge.
+CLIPPED = MappingProxyType({"clip_norm": 100.0})
 
 
 @torch.no_grad()

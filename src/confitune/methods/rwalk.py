@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 
 from confitune.methods.method import Method, Options, TaskContext, Tensors
-from confitune.methods.pull import copy_into, keep_gradients, moved, of, pull, shared_values
+from confitune.methods.pull import CLIPPED, copy_into, keep_gradients, moved, of, pull, shared_values
 from confitune.nn import ContinualNet
 
 
@@ -33,6 +33,7 @@ class RWalk(Method):
     summary = "pull by a running Fisher and a path score"
     cost = "the pull, a Fisher and each weight's path in a step"
     reference = "Chaudhry et al., ECCV 2018"
+    settings = CLIPPED
     Options = RwalkOptions
     kept = ("anchor", "weight", "fisher", "score")
     running = ("previous", "gradient")

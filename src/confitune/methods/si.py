@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from confitune.methods.method import Method, Options, TaskContext, Tensors
-from confitune.methods.pull import copy_into, keep_gradients, moved, of, pull, shared_values
+from confitune.methods.pull import CLIPPED, copy_into, keep_gradients, moved, of, pull, shared_values
 from confitune.nn import ContinualNet
 
 
@@ -36,6 +36,7 @@ class SI(Method):
     summary = "pull by each weight's share in the loss's fall"
     cost = "the pull and each weight's path in a step"
     reference = "Zenke et al., ICML 2017"
+    settings = CLIPPED
     Options = SiOptions
     kept = ("anchor", "omega")
     running = ("previous", "gradient", "start", "path")

@@ -10,7 +10,7 @@ from typing import Any
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.job import RESULT, run_folder
-from confitune.experiments.paper import reported, trained_with
+from confitune.experiments.paper import reported
 from confitune.experiments.recipe import Recipe, make_recipe, merge_settings, read_recipe
 from confitune.tasks import dataset_info
 
@@ -171,8 +171,7 @@ def _parts(scope: Scope, dataset: str, methods: Sequence[str], **values: Any) ->
     found = []
     for method in scope.chosen(methods):
         once = {"seeds": 1} if method == "ccll" and "seeds" not in scope.given else {}  # as in the paper
-        clipped = trained_with(method) if dataset_info(dataset).from_paper else {}
-        recipe = scope.recipe(dataset, method, **values, **once, **clipped)
+        recipe = scope.recipe(dataset, method, **values, **once)
         found.append(Part(recipe, scope.folder(recipe)))
     return found
 
