@@ -64,10 +64,12 @@ def chosen_options(dataset: str) -> dict[str, dict[str, Any]]:
     """What the paper chose for a dataset, by part; empty where it has none.
 
     Strengths have a meaning only with the estimate of importance they were chosen with: the paper built on the CPR
-    code, whose batch norm is in training mode meanwhile.
+    code, which has batch norm in training mode meanwhile, and for paths its own damping, signs and gradients.
 
     >>> chosen_options("flowers102")["mas"]
     {'strength': 30, 'mode': 'train'}
+    >>> chosen_options("flowers102")["si"]
+    {'strength': 20, 'damping': 0.01, 'positive': False, 'gradient': 'total'}
     >>> chosen_options("photos")
     {}
     """
