@@ -151,6 +151,19 @@ def test_a_file_names_what_to_do_and_options_win(tmp_path):
     assert scope.given == {"seeds": 3, "model": "resnet34", "lr": 0.3}
 
 
+def test_a_file_can_train_some_rows_otherwise(tmp_path):
+    path = tmp_path / "some.yaml"
+    rows = "rows: {mas-afec: {validation: 0.1, options: {mas: {strength: 60}, afec: {form: alternating}}}}"
+    path.write_text(f"what: table1\nmethods: [mas, mas-afec]\n{rows}\n")
+    scope, _ = read_scope([str(path)], tmp_path)
+    mas, afec = parts_of("table1", scope)
+    assert (mas.recipe.validation, afec.recipe.validation) == (0.0, 0.1)
+    assert mas.recipe.method("mas").options.strength == 30
+    with_mas, with_afec = afec.recipe.method("mas-afec").hooks
+    assert (with_mas.options.strength, with_mas.options.mode) == (60, "train")
+    assert (with_afec.options.strength, with_afec.options.form, with_afec.options.mode) == (10, "alternating", "train")
+
+
 def test_every_recipe_of_an_experiment_is_sound(tmp_path):
     named = set()
     for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")):
@@ -252,6 +265,8 @@ def test_reported_numbers_are_complete():
         ("what: [table1, 5]", "what must be names"),
         ("what: table1\ndatasets: {a: b}", "datasets must be names"),
         ("what: table1\nmethods: 3", "methods must be names"),
+        ("what: table1\nrows: {ewc: 3}", "rows must be recipe values by method"),
+        ("what: table1\nrows: {ewc: {lrr: 3}}", "no option 'lrr'"),
         ("what: table1\ndatasets: digits\npipeline: publisht", "pipeline='publisht' is not known"),
         ("what: table1\ndatasets: digits\nseeds: 0", "seeds=0"),
     ],

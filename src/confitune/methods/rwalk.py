@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from confitune.methods.method import Method, Options, TaskContext, Tensors
-from confitune.methods.pull import CLIPPED, copy_into, keep_gradients, moved, of, pull, shared_values
+from confitune.methods.method import Method, Options, TaskContext
+from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, keep_gradients, moved, of, shared_values
 from confitune.nn import ContinualNet
 
 
@@ -55,9 +55,9 @@ class RWalk(Method):
     def read_gradients(self, net: ContinualNet) -> None:
         keep_gradients(net, self.gradient)
 
-    def add_gradients(self, net: ContinualNet) -> None:
-        if self.index:
-            pull(net, self.anchor, self.weight, 2 * self.options.strength)  # lambda * (F + s)(...)^2 has no half
+    def pull(self) -> Pull | None:
+        """lambda * (F + s)(...)^2 has no half in front."""
+        return Pull(self.anchor, self.weight, 2 * self.options.strength) if self.index else None
 
     @torch.no_grad()
     def after_step(self, net: ContinualNet) -> None:

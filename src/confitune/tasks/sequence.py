@@ -103,7 +103,7 @@ class TaskSequence(Sequence[Task]):
         generator = torch.Generator().manual_seed(seed)
         tasks = []
         for task in self:
-            stay, held = hold_out(task.train.labels, share, generator)
+            stay, held = hold_out(task.train.labels.cpu(), share, generator)
             if not len(held):
                 raise DataError(
                     f"task {task.name!r} has one training image a class, so none can be held out to choose by; "

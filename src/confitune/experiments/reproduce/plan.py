@@ -31,6 +31,7 @@ class Scope:
         methods: only these, of those that an experiment compares; None: all.
         quick: two tasks, five epochs and one seed where nothing else is asked for, to see that everything works.
         given: recipe values for every run, in place of the paper's.
+        rows: more of them for the runs of some methods, by name.
     """
 
     out: Path
@@ -38,6 +39,7 @@ class Scope:
     methods: tuple[str, ...] | None = None
     quick: bool = False
     given: Mapping[str, Any] = field(default_factory=dict)
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def recipe(self, dataset: str, method: str, **values: Any) -> Recipe:
         """One experiment as the paper does it: its network, images, phase means, running statistics, 5 seeds."""
@@ -51,7 +53,7 @@ class Scope:
             "statistics": "running",
         }
         quick = {name: value for name, value in QUICK.items() if name not in self.given} if self.quick else {}
-        asked = {**paper, **self.given, **values, **quick, "methods": [method]}
+        asked = {**paper, **self.given, **self.rows.get(method, {}), **values, **quick, "methods": [method]}
         if asked["pipeline"] == "published" and "published" not in info.pipelines:
             asked["pipeline"] = "clean"
         return make_recipe(asked)
@@ -93,6 +95,9 @@ def read_scope(
         read = read_recipe(Path(name))
         whats += _listed("what", read.pop("what", None))
         values |= {name: value for name, value in read.items() if not (quick and name in QUICK)}
+    rows = values.pop("rows", {})
+    if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
+        raise ConfituneError("rows must be recipe values by method, e.g. {ewc: {clip_norm: 10}}")
     values = merge_settings({**values, **(given or {})}, changes)
     of_file = {name: _listed(name, values.pop(name, None)) for name in ("datasets", "methods")}
     scope = Scope(
@@ -101,6 +106,7 @@ def read_scope(
         methods=_listed("methods", methods) or of_file["methods"] or None,
         quick=quick,
         given=values,
+        rows=rows,
     )
     return scope, whats
 
