@@ -87,6 +87,7 @@ def rows(path):
 
 def assert_same(found, run, reference, whole_run, folder, other):
     assert found.accuracy_matrix == reference.accuracy_matrix
+    assert found.as_learned == reference.as_learned
     assert found.final_sha256 == reference.final_sha256
     assert run.images == whole_run.images
     for log in ("epochs.csv", "accuracy.csv"):

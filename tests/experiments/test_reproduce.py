@@ -3,13 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
-from confitune.engine import RunResult
+from confitune.engine import RunResult, summary_of
 from confitune.errors import ConfituneError
 from confitune.experiments.paper import Reported, reported
-from confitune.experiments.reproduce import WHATS, Cell, Claim, Outcome, Scope, read_scope, reproduce
+from confitune.experiments.reproduce import WHATS, Cell, Claim, Outcome, Scope, read_scope, reproduce, tables
 from confitune.experiments.reproduce import session as session_module
 from confitune.experiments.reproduce.outcome import cells_of
 from confitune.experiments.reproduce.plan import TABLE1, parts_of
@@ -48,13 +49,17 @@ def test_the_verdict_is_where_the_mean_lies(measured, paper, interval, verdict):
     assert cell(measured, paper, interval).verdict == verdict
 
 
-def result(method, seed, acc, fgt):
-    return RunResult.model_construct(method=method, seed=seed, acc=acc, fgt=fgt)
+def result(method, seed, matrix, as_learned=None, **config):
+    """Of two tasks; `matrix` is what task 1 was when learned and at the end, and task 2 at the end."""
+    (learned, end), last = matrix
+    rows = [[learned, end], [None, last]]
+    summary = summary_of(np.array(rows, dtype=float))
+    return RunResult.model_construct(method=method, seed=seed, **summary, as_learned=as_learned, config=config)
 
 
 def test_cells_stand_beside_the_papers():
-    confit = [result("confit", 0, 86.0, 2.0), result("confit", 1, 88.0, 1.0)]
-    runs = {"confit": confit, "joint": [result("joint", 0, 90.0, None)]}
+    confit = [result("confit", 0, ((84.0, 82.0), 90.0)), result("confit", 1, ((87.0, 86.0), 90.0))]
+    runs = {"confit": confit, "joint": [result("joint", 0, ((None, 88.0), 92.0))]}
     acc, fgt, joint = cells_of(runs, "flowers102", reported("table1"))
     assert (acc.method, acc.metric, acc.measured, acc.seeds, acc.paper, acc.paper_interval) == (
         *("confit", "ACC", 87.0, 2, 86.99, 0.25),
@@ -63,8 +68,46 @@ def test_cells_stand_beside_the_papers():
     assert (fgt.metric, fgt.measured, fgt.paper) == ("FGT", 1.5, 1.79)
     assert (joint.method, joint.metric, joint.interval, joint.verdict) == ("joint", "ACC", None, "not reported")
     lines = Outcome(what="x", title="X", cells=[acc, joint]).markdown().splitlines()
-    assert lines[4] == "| flowers102 | confit | ACC | 87.00 ± 12.71 | 2 | 86.99 ± 0.25 | +0.01 | inside |"
-    assert lines[5] == "| flowers102 | joint | ACC | 90.00 | 1 | - | - | not reported |"
+    assert lines[4] == "| flowers102 | confit | ACC | 87.00 ± 12.71 | 2 | 86.99 ± 0.25 | +0.01 | inside | - |"
+    assert lines[5] == "| flowers102 | joint | ACC | 90.00 | 1 | - | - | not reported | - |"
+
+
+def test_a_task_just_learned_is_measured_as_the_published_code_does_with_ours_beside_it():
+    runs = {"confit": [result("confit", 0, ((84.0, 82.0), 90.0), as_learned=[85.0, 88.0])]}
+    acc, fgt = cells_of(runs, "flowers102", reported("table1"))
+    assert (acc.measured, acc.recovered) == (85.0, 86.0)  # 82 and 88, 82 and 90
+    assert (fgt.measured, fgt.recovered) == (3.0, 2.0)
+    assert fgt.row()[3:] == ["3.00", "1", "1.79 ± 0.49", "+1.21", "higher", "2.00"]
+
+
+def test_runs_that_did_not_test_tasks_as_learned_are_named(tmp_path, monkeypatch):
+    runs = {
+        "finetune": [result("finetune", 0, ((84.0, 70.0), 80.0), means=None)],
+        "confit": [result("confit", 0, ((84.0, 82.0), 90.0), means="phase")],
+        "finetune-xconv": [result("finetune-xconv", 0, ((84.0, 80.0), 90.0), [84.0, 90.0], means="phase")],
+    }
+    monkeypatch.setattr(tables, "results_of", lambda parts: runs)
+    scope = Scope(tmp_path, ("cub200",), given={"pipeline": "clean"})
+    outcome = tables.table2(scope, parts_of("table2", scope), None)
+    boxes, older = outcome.notes
+    assert boxes.startswith("cub200: measured with the clean pipeline, whole images and not their bounding boxes")
+    assert older.startswith("cub200: runs of confit did not test tasks as they were learned")
+    outcome = tables.table2(Scope(tmp_path), parts_of("table2", Scope(tmp_path)), None)
+    assert [note.partition(":")[0] for note in outcome.notes] == ["flowers102"]  # the clean pipeline is not noted
+
+
+def test_the_order_of_methods_is_compared_and_not_claimed(tmp_path, monkeypatch):
+    def claims(**acc):
+        runs = {m.replace("_", "-"): [result(m, 0, ((a, a), a), means=None)] for m, a in acc.items()}
+        monkeypatch.setattr(tables, "results_of", lambda parts: runs)
+        outcome = tables.table1(Scope(tmp_path), parts_of("table1", Scope(tmp_path)), None)
+        return outcome.claims[0].text, outcome.claims[0].measured, outcome.claims[0].holds
+
+    text = "flowers102: the order of the methods"  # the paper: finetune 78.06, ewc 79.94, mas 80.90, confit 86.99
+    assert claims(finetune=70.0, ewc=71.0, mas=72.0, confit=90.0) == (text, "the paper's", True)
+    turned = "the other way round: finetune above ewc, mas above confit"
+    assert claims(finetune=71.0, ewc=70.0, mas=92.0, confit=90.0) == (text, turned, False)
+    assert claims(finetune=71.0) == (text, "-", None)
 
 
 def test_claims_are_told_apart():

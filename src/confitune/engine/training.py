@@ -173,12 +173,12 @@ class TaskFit:
                     for hook in self.hooks:
                         hook.begin_epoch(self, epoch)
                     self._train_epoch(stage, epoch)
+                    self.epoch = epoch + 1
                     if self.validation:
                         self.validation.look(self.net, self.hooks)
-                    self.epoch = epoch + 1
+                        if self.epoch == self.epochs:
+                            self.validation.restore(self.net)
                     after_epoch()
-                if self.validation:
-                    self.validation.restore(self.net)
                 self._freeze_but(None)
                 for hook in self.hooks:
                     hook.end_task(self)
