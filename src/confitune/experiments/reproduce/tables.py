@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -10,16 +9,16 @@ from typing import Any
 
 import torch
 
-from confitune.engine import RunResult
+from confitune.engine import RunResult, summary_of
 from confitune.experiments.identity import filled
 from confitune.experiments.job import file_name
 from confitune.experiments.methods import value_text
 from confitune.experiments.paper import reported, reported_datasets, searched
 from confitune.experiments.place import Place
 from confitune.experiments.reproduce.outcome import Outcome, cells_of, shown
-from confitune.experiments.reproduce.plan import Part, Scope, by_dataset, results_of
+from confitune.experiments.reproduce.plan import DEEPER, Part, Scope, by_dataset, results_of
 from confitune.experiments.tables import markdown_table
-from confitune.experiments.tune import plan_search, run_search
+from confitune.experiments.tune import plan_search, run_search, winner
 from confitune.metrics import mean_and_interval
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, Task, dataset_info
 
@@ -153,8 +152,11 @@ def _mean_and_text(results: Sequence[RunResult], metric: str) -> tuple[float, st
 
 
 def deeper(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
-    """Deeper networks: fine-tuning against ConFiT on ResNet34 and ResNet50, 50 epochs."""
-    outcome = Outcome(what="deeper", title="Deeper networks")
+    """Deeper networks: fine-tuning against ConFiT, 50 epochs."""
+    networks = list(dict.fromkeys(part.recipe.model for part in parts))
+    what = next(name for name, axis in DEEPER.items() if networks[0] in axis)
+    outcome = Outcome(what=what, title="Deeper networks: " + ", ".join(networks))
+    small, large = (network.split(".")[0] for network in (networks[0], networks[-1]))
     for dataset, of_it in by_dataset(parts).items():
         found: dict[tuple[str, str], Any] = {}
         rows = []
@@ -166,18 +168,18 @@ def deeper(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         outcome.tables[dataset] = markdown_table(["network", "method", "ACC", "FGT", "seeds"], rows)
         outcome.data[dataset] = [{"network": n, "method": m, "acc": a, "fgt": f} for (n, m), (a, f) in found.items()]
         for text, method, which in (
-            ("fine-tuned ResNet50 forgets more than ResNet34", "finetune", 1),
-            ("ConFiT on ResNet50 beats ConFiT on ResNet34", "confit", 0),
+            (f"fine-tuned {large} forgets more than {small}", "finetune", 1),
+            (f"ConFiT on {large} beats ConFiT on {small}", "confit", 0),
         ):
-            small, large = (found.get((network, method), (None, None))[which] for network in ("resnet34", "resnet50"))
-            known = small is not None and large is not None
-            measured = f"{small:.2f} and {large:.2f}" if known else "-"
-            outcome.claim(f"{dataset}: {text}", measured, large > small if known else None)
+            less, more = (found.get((network, method), (None, None))[which] for network in (small, large))
+            known = less is not None and more is not None
+            measured = f"{less:.2f} and {more:.2f}" if known else "-"
+            outcome.claim(f"{dataset}: {text}", measured, more > less if known else None)
     return outcome
 
 
 def search(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
-    """Hyperparameters: the paper's grids on held-out images, and what wins."""
+    """Hyperparameters: the paper's grids on held-out images, what wins, and what it gives on all training images."""
     outcome = Outcome(what="search", title="Hyperparameter search (appendix, table 2)")
     rows = []
     for dataset in scope.datasets:
@@ -188,12 +190,28 @@ def search(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             grid = [value_text(v) for v in (entry.grid[:2] if scope.quick else entry.grid)]
             planned = plan_search(entry.method, values, grid=grid)
             folder = scope.out / "search" / file_name(dataset) / entry.method
-            run_search(planned, folder, place=place, resume=True, retrain=False)
-            chosen = json.loads((folder / "search.json").read_text())["winner"]
-            told = entry.chosen.get(dataset)
-            paper = "-" if told is None else value_text(told)
-            rows.append([dataset, entry.method, planned.place, ", ".join(grid), str(chosen), paper])
-            outcome.data[f"{dataset}/{entry.method}"] = {"tried": grid, "chosen": chosen, "paper": told}
-    head = ["dataset", "method", "option", "tried", "chosen", "paper"]
+            points, retrained = run_search(planned, folder, place=place, resume=True)
+            best = winner(points)
+            assert best is not None  # else the search has raised
+            told, tested = entry.chosen.get(dataset), [summary_of(run.published_matrix) for run in retrained]
+            acc, fgt = (mean_and_interval([run[metric] for run in tested]) for metric in ("acc", "fgt"))
+            cells = [", ".join(grid), value_text(best.value), "-" if told is None else value_text(told)]
+            cells += [f"{best.acc:.2f}", shown(acc.mean, acc.half_width), shown(fgt.mean, fgt.half_width)]
+            rows.append([dataset, entry.method, planned.place, *cells])
+            outcome.data[f"{dataset}/{entry.method}"] = {
+                **{"tried": grid, "held_out_acc": {value_text(p.value): p.acc for p in points if not p.failure}},
+                **{"chosen": best.value, "paper": told, "acc": acc.mean, "fgt": fgt.mean},
+            }
+    head = [
+        "dataset",
+        "method",
+        "option",
+        "tried",
+        "chosen",
+        "paper",
+        "held-out ACC",
+        "ACC, retrained",
+        "FGT, retrained",
+    ]
     outcome.tables["What was chosen"] = markdown_table(head, rows)
     return outcome
