@@ -70,7 +70,7 @@ class TaskSequence(Sequence[Task]):
             )
 
     def joined(self) -> TaskSequence:
-        """All tasks as one, with all classes and all data (joint training, the upper bound).
+        """All tasks as one, with all classes and all data (joint training).
 
         `groups` of the one task says which classes came from which task, so that accuracy can still be measured
         within each. Where two tasks have a class of the same name, every class is named "task:class". See

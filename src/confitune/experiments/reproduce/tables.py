@@ -61,7 +61,7 @@ def table1(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     for dataset, of_it in by_dataset(parts).items():
         acc, paper = _compare(outcome, dataset, of_it, "table1")
         if paper:
-            outcome.claim(f"{dataset}: the order of the methods", *_order(acc, paper))
+            outcome.claim(f"{dataset}: the order of the methods", *order_of(acc, paper))
         if {"confit", "single-task"} <= set(acc) and paper:
             known.append(f"{dataset}: {acc['confit']:.2f} against {acc['single-task']:.2f}")
             beats.append(acc["confit"] > acc["single-task"])
@@ -111,10 +111,10 @@ def _lacks_protocol(run: RunResult) -> bool:
     return bool(config["means"]) and config["statistics"] == "running" and run.as_learned is None
 
 
-def _order(acc: Mapping[str, float], paper: Mapping[str, float]) -> tuple[str, bool | None]:
+def order_of(acc: Mapping[str, float], paper: Mapping[str, float]) -> tuple[str, bool | None]:
     """Which methods stand the other way round than in the paper, and whether none does.
 
-    >>> _order({"a": 1.0, "b": 3.0, "c": 2.0}, {"a": 1.0, "b": 2.0, "c": 3.0})
+    >>> order_of({"a": 1.0, "b": 3.0, "c": 2.0}, {"a": 1.0, "b": 2.0, "c": 3.0})
     ('the other way round: b above c', False)
     """
     pairs = [sorted(pair, key=lambda m: -acc[m]) for pair in combinations([m for m in acc if m in paper], 2)]
