@@ -1,29 +1,128 @@
 """What README claims is what results/ holds and what the program does."""
 
+import json
 import re
+import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from confitune.experiments.reproduce.tables import order_of
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = README + (ROOT / "docs/reproduction.md").read_text() + (ROOT / "docs/best.md").read_text()
-BLOCKS = re.findall(r"<!-- (\S+\.md) -->\n(.*?)<!-- end -->", PAGES, re.DOTALL)
+PAGES = [ROOT / name for name in ("README.md", "docs/reproduction.md", "docs/best.md")]
+# A page of results/, or what it says of the paper's words, or of its numbers the order of methods.
+BLOCK = re.compile(r"(<!-- (results/\S+)( claims| order)? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BLOCKS = [match.groups()[1:4] for page in PAGES for match in BLOCK.finditer(page.read_text())]
+PROSE = re.sub(BLOCK, "", (ROOT / "docs/reproduction.md").read_text())
 
 
-@pytest.mark.parametrize(("source", "block"), BLOCKS, ids=range(len(BLOCKS)))
-def test_tables_are_the_measured_ones(source: str, block: str) -> None:
-    assert block.strip() == _without_headings((ROOT / source).read_text())
+@pytest.mark.parametrize(("source", "part", "block"), BLOCKS, ids=range(len(BLOCKS)))
+def test_tables_are_the_measured_ones(source: str, part: str | None, block: str) -> None:
+    assert block == measured(source, part), "python tests/test_readme.py --update writes what was measured"
 
 
-def _without_headings(text: str) -> str:
-    """A page has its own."""
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+def measured(source: str, part: str | None) -> str:
+    text = (ROOT / source).read_text()
+    if part == " order":
+        return _order(json.loads(text)) + "\n"
+    if part == " claims":
+        text = text.partition("## What the paper says of it\n")[2]
+    lines = [line for line in text.splitlines() if not line.startswith("#")]  # a page has headings of its own
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
+
+
+def _order(table: dict) -> str:
+    """How the methods of each dataset stand by ACC, compared with the paper."""
+    told = []
+    for dataset in dict.fromkeys(cell["dataset"] for cell in table["cells"]):
+        cells = [
+            c for c in table["cells"] if (c["dataset"], c["metric"]) == (dataset, "ACC") and c["paper"] is not None
+        ]
+        order, _ = order_of({c["method"]: c["measured"] for c in cells}, {c["method"]: c["paper"] for c in cells})
+        told.append(f"Order of the methods by ACC on {dataset}, compared with the paper: {order}.")
+    return "\n\n".join(told)
+
+
+def acc(source: str) -> dict[str, tuple[float, float]]:
+    """Mean and half of its interval, by method."""
+    cells = json.loads((ROOT / source).read_text())["cells"]
+    return {c["method"]: (c["measured"], c["interval"]) for c in cells if c["metric"] == "ACC"}
+
+
+def test_what_is_said_of_the_clean_pipeline() -> None:
+    assert "the four methods of the ablation are all more than ten points better" in PROSE
+    clean, published = acc("results/flowers102-paper-clean/table2.json"), acc("results/flowers102-paper/table2.json")
+    assert len(clean) == 4
+    assert all(clean[method][0] - published[method][0] > 10 for method in clean)
+    assert "Their intervals overlap but for hierarchical fine-tuning and ConFiT" in PROSE
+    ordered = sorted(clean.values())
+    apart = [low[0] + low[1] < high[0] - high[1] for low, high in pairwise(ordered)]
+    assert apart == [False, False, True]
+    assert [method for method, numbers in clean.items() if numbers in ordered[2:]] == ["hierarchical", "confit"]
+
+
+def test_what_is_said_of_window_means() -> None:
+    assert "the differences are within the spread over seeds. Window means take more than twice the numbers" in PROSE
+    forms = [
+        json.loads((ROOT / f"results/flowers102-published{form}/summary.json").read_text())["flowers102"]["confit"]
+        for form in ("", "-window", "-window-pass")
+    ]
+    spans = [(form["acc"]["mean"] - form["acc"]["ci95"], form["acc"]["mean"] + form["acc"]["ci95"]) for form in forms]
+    assert max(low for low, _ in spans) < min(high for _, high in spans)
+    assert forms[1]["numbers_per_task"][0] > 2 * forms[0]["numbers_per_task"][0]
+
+
+def test_what_is_said_of_linear_probes_and_of_digits() -> None:
+    assert "`linear-probe` beats every method that trains the backbone" in README
+    photos, digits = (json.loads((ROOT / f"results/{d}/summary.json").read_text())[d] for d in ("photos", "digits"))
+    trained = set(photos) - {"linear-probe", "best"}
+    assert len(trained) >= 6
+    assert all(photos[method]["acc"]["mean"] < photos["linear-probe"]["acc"]["mean"] for method in trained)
+    assert "ConFiT as published forgets more than plain fine-tuning" in README
+    assert digits["confit"]["fgt"]["mean"] > digits["finetune"]["fgt"]["mean"]
+
+
+def test_what_is_said_of_controls() -> None:
+    assert "task-specific batch norm without it forgets more than one batch norm for all" in PROSE
+    controls = json.loads((ROOT / "results/flowers102-paper-clean/controls.json").read_text())["data"]["flowers102"]
+    cells = json.loads((ROOT / "results/flowers102-paper-clean/table2.json").read_text())["cells"]
+    cases = {case["case"]: case for case in controls}
+    (shared,) = (cell["measured"] for cell in cells if (cell["method"], cell["metric"]) == ("finetune", "FGT"))
+    assert float(cases["task-bn"]["fgt_shown"].split()[0]) > shared
+    assert "of the methods that learn task after task it comes closest to ConFiT" in PROSE
+    found = {cell["method"]: cell["measured"] for cell in cells if cell["metric"] == "ACC"}
+    confit = found.pop("confit")
+    found |= {name: cases[name]["acc"] for name in ("bn-only", "task-bn")}
+    assert min(found, key=lambda method: abs(found[method] - confit)) == "bn-only"
+
+
+def test_what_is_said_of_ccll() -> None:
+    """Of version 0.1, the first three tasks."""
+    assert "the network is unchanged did far better there than random ones" in PROSE
+    folders = ("flowers102-paper/runs/*", "flowers102-published-ccll-identity", "flowers102-published-ccll-first-task")
+    paths = [next((ROOT / "results").glob(f"{folder}/flowers102/ccll/seed-0/result.json")) for folder in folders]
+    results = [json.loads(path.read_text()) for path in paths]
+    assert not any("version" in result["config"] for result in results), "say what the layout of now gives"
+    random, identity, first_task = (sum(row[2] for row in r["accuracy_matrix"][:3]) / 3 for r in results)
+    assert identity > random + 10
+    assert "a backbone trained by the first task did no better" in PROSE
+    assert first_task <= random
+
+
+def test_every_number_in_words_is_one_that_is_measured_or_set() -> None:
+    """Decimals in the page's own words stand in results/, or are settings of the methods."""
+    known = " ".join(path.read_text() for path in (ROOT / "results").rglob("*.md"))
+    settings = {"0.1", "0.01"}  # versions and dampings
+    theirs = {"0.51", "0.17"}  # what other papers state
+    said = set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", re.sub(r"```.*?```|`[^`]*`", "", PROSE, flags=re.DOTALL)))
+    assert {number for number in said - settings - theirs if number not in known} == set()
 
 
 def test_there_are_tables_and_every_link_leads_somewhere() -> None:
-    assert len(BLOCKS) == 14
+    assert len(BLOCKS) == 18
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
@@ -37,3 +136,13 @@ def test_python_example_runs_and_forgets_little(capsys: pytest.CaptureFixture[st
     assert first["task1"] > 60  # chance is 25
     assert first["task1"] - second["task1"] < 15
     assert numbers == {name: {"norms": 255_835, "head": 5_124} for name in ("task1", "task2")}
+
+
+def updated(text: str) -> str:
+    """A page with what was measured in its blocks."""
+    return BLOCK.sub(lambda match: match[1] + measured(match[2], match[3]) + match[5], text)
+
+
+if __name__ == "__main__" and "--update" in sys.argv:
+    for page in PAGES:
+        page.write_text(updated(page.read_text()))

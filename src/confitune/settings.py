@@ -89,6 +89,7 @@ class TrainSettings(BaseModel):
     batch_size: int = Field(
         32, ge=2, description="images per step; a smaller last batch is dropped; a run's default: the dataset's"
     )
+    last_batch: bool = Field(False, description="train on the smaller last batch of an epoch, too (CPR code)")
     seed: int = Field(0, ge=0, description="of head initialisation and batch order; of several runs the first one's")
     lr: float = Field(0.01, gt=0, description="learning rate (paper: 0.01)")
     optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="made anew for each task (paper: sgd)")
@@ -100,6 +101,18 @@ class TrainSettings(BaseModel):
     lr_schedule: Literal["constant", "cosine", "step"] = Field("constant", description="over a task (paper: constant)")
     lr_milestones: tuple[float, ...] = Field(
         (1 / 3, 2 / 3, 5 / 6), description="for 'step': shares of a task's epochs after which lr is divided by 10"
+    )
+    validation: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of a task's training images that is left out; the epoch with the lowest loss on it is the "
+        "one that is kept (paper: not said; CPR code: 0.1)",
+    )
+    lr_patience: int | None = Field(
+        None,
+        ge=1,
+        description="epochs without a lower loss on 'validation' after which lr is divided by 3 (CPR code: 5)",
     )
     warmup: float = Field(0.0, ge=0, lt=1, description="share of a task's steps in which lr grows from 0 (paper: none)")
     label_smoothing: float = Field(

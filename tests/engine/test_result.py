@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from confitune import metrics
-from confitune.engine import RunResult
+from confitune.engine import RunResult, evaluate
 from confitune.engine.result import command_line, summary_of
 from confitune.errors import ConfituneError
 from confitune.files import DamagedFileError, checksum_of
+from confitune.methods import Method
 from confitune.nn import state_sha256
 
 
@@ -44,6 +45,50 @@ def test_every_field_says_what_happened(make_run, make_net, method, monkeypatch)
         assert result.fgt == metrics.average_forgetting(matrix)
         assert result.learning_acc == metrics.learning_accuracy(matrix)
         assert result.bwt == metrics.backward_transfer(matrix)
+
+
+class AtTheEnd(Method):
+    """Accuracy of the task at hand after its last step, when nothing is recovered yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def end_task(self, context):
+        self.found.append(evaluate(context.net, context.task, context.settings))
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.2])
+def test_where_means_are_recovered_tasks_are_tested_before_that_too(make_run, make_method, sequence, validation):
+    look = AtTheEnd()
+    run = make_run(make_method("confit", look), epochs=3, lr=0.3, validation=validation)
+    result = run.run()
+    assert len(result.as_learned) == 3
+    if not validation:  # else the task at hand has its own test images
+        assert result.as_learned == look.found
+    assert result.as_learned != result.matrix.diagonal().tolist()
+    expected = result.matrix
+    expected[[0, 1, 2], [0, 1, 2]] = result.as_learned
+    np.testing.assert_array_equal(result.published_matrix, expected)
+
+
+def test_testing_a_task_as_learned_leaves_no_trace(make_run, monkeypatch):
+    found = make_run("confit", epochs=3).run()
+    monkeypatch.setattr("confitune.engine.run.evaluate", lambda net, task, settings: 50.0)
+    without = make_run("confit", epochs=3).run()
+    assert without.as_learned == [50.0] * 3
+    assert (found.final_sha256, found.accuracy_matrix) == (without.final_sha256, without.accuracy_matrix)
+
+
+@pytest.mark.parametrize("method", ["finetune", "task-bn", "joint", "single-task"])
+def test_elsewhere_there_is_nothing_to_recover(make_run, method):
+    result = make_run(method, epochs=1).run()
+    assert result.as_learned is None
+    np.testing.assert_array_equal(result.published_matrix, result.matrix)
+
+
+def test_a_pass_takes_statistics_that_the_published_code_has_not(make_run):
+    assert make_run("confit", statistics="pass", epochs=1).run().as_learned is None
 
 
 def test_tasks_are_described_with_what_they_take(make_run):

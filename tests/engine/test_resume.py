@@ -25,6 +25,7 @@ CASES = {
     "finetune": {"method": "finetune"},
     "finetune momentum step": {"method": "finetune", "momentum": 0.9, "lr": 0.01, "lr_schedule": "step"},
     "finetune adam cosine": {"method": "finetune", "optimizer": "adam", "lr": 0.003, "lr_schedule": "cosine"},
+    "finetune validation": {"method": "finetune", "validation": 0.2, "lr_patience": 1, "last_batch": True, "lr": 0.3},
     "single-task": {"method": "single-task"},
     "single-task momentum": {"method": "single-task", "momentum": 0.9, "lr": 0.01},
     "bn-only": {"method": "bn-only"},
@@ -87,6 +88,7 @@ def rows(path):
 
 def assert_same(found, run, reference, whole_run, folder, other):
     assert found.accuracy_matrix == reference.accuracy_matrix
+    assert found.as_learned == reference.as_learned
     assert found.final_sha256 == reference.final_sha256
     assert run.images == whole_run.images
     for log in ("epochs.csv", "accuracy.csv"):

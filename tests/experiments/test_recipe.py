@@ -37,6 +37,23 @@ def test_the_papers_epochs_and_batch_sizes():
     assert {name: found[name] for name in paper} == paper
 
 
+def clipped_at(method, **given):
+    return make_recipe({"methods": [method], **given}).train_settings(0, method).clip_norm
+
+
+@pytest.mark.parametrize("method", ["ewc", "si", "rwalk", "mas", "mas-cpr", "mas-afec", "ewc+confit", "confit+mas"])
+@pytest.mark.parametrize("dataset", ["photos", "flowers102"])
+def test_clipping_goes_with_the_strengths_that_were_chosen_with_it(method, dataset):
+    assert clipped_at(method, dataset=dataset) == 100
+    assert clipped_at(method, dataset=dataset, clip_norm=3) == 3
+    assert clipped_at(method, dataset=dataset, clip_norm=None) is None
+
+
+@pytest.mark.parametrize("method", ["confit", "finetune", "ccll", "single-task"])
+def test_methods_without_a_pull_are_not_clipped(method):
+    assert clipped_at(method, dataset="flowers102") is None
+
+
 def test_every_training_option_reaches_the_settings():
     given = {
         "lr": 0.2,

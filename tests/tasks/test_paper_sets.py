@@ -15,6 +15,7 @@ from PIL import Image
 from sklearn.model_selection import train_test_split
 
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, DataError, DataMissingError, TaskSequence, load_tasks
+from confitune.tasks.datasets import cifar100 as cifar100_module
 from confitune.tasks.datasets.dataset import Remote
 from confitune.tasks.decode import byte_wrap_table
 
@@ -127,6 +128,30 @@ def test_cub_official_split_and_boxes(load, cub_dir: Path, label_of) -> None:
     assert int(joint.train.pixels[:, 2].min()) == 0  # the clean pipeline keeps what is around it
 
 
+def test_cub_without_its_tables_is_whole_images(load, cub_dir: Path, tmp_path: Path) -> None:
+    split = [
+        line.split()[1] == "1" for line in (cub_dir / "CUB_200_2011/train_test_split.txt").read_text().splitlines()
+    ]
+    files = [line.split()[1] for line in (cub_dir / "CUB_200_2011/images.txt").read_text().splitlines()]
+    for train, file in zip(split, files, strict=True):
+        place = tmp_path / "files/cub200" / ("train" if train else "test") / file
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(cub_dir / "CUB_200_2011/images" / file, place)
+    found, expected = (load("cub200", home, classes_per_task=2) for home in (tmp_path / "files", cub_dir))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.classes == theirs.classes
+        for name in ("train", "test"):
+            (pixels, labels), (other, told) = (
+                images.batch(torch.arange(len(images))) for images in (getattr(mine, name), getattr(theirs, name))
+            )
+            assert torch.equal(pixels, other)
+            assert torch.equal(labels, told)
+    with pytest.raises(
+        DataError, match=r"cub200: there are no bounding boxes .*; use 'clean', which takes whole images"
+    ):
+        load("cub200", tmp_path / "files", classes_per_task=2, pipeline="published")
+
+
 def test_cub_archive_is_unpacked(load, cub_dir: Path, tmp_path: Path, monkeypatch) -> None:
     home = tmp_path / "elsewhere"
     home.mkdir()
@@ -172,6 +197,32 @@ def test_cifar_official_split_enlarged_on_the_fly(load, cifar_dir: Path, label_o
     assert [task.classes[i] for i in labels] == [f"class {label_of(p)}" for p in pixels]
     assert task.preprocess(pixels).shape == (20, 3, 224, 224)
     assert torch.equal(load("cifar100", cifar_dir, pipeline="published")[1].train.pixels, task.train.pixels)
+
+
+def test_cifar_as_image_files_has_the_same_pixels(load, cifar_dir: Path, tmp_path: Path) -> None:
+    expected = load("cifar100", cifar_dir)
+    home = tmp_path / "files"
+    for task in expected:
+        for part, images in (("train", task.train), ("test", task.test)):
+            for i, (pixels, label) in enumerate(zip(*images.batch(torch.arange(len(images))), strict=True)):
+                place = home / f"cifar100/{part}/{task.classes[label]}/{i:03}.webp"
+                place.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(place, lossless=True, quality=100)
+    for mine, theirs in zip(load("cifar100", home), expected, strict=True):
+        assert (mine.classes, mine.preprocess) == (theirs.classes, theirs.preprocess)
+        for name in ("train", "test"):
+            found, told = (
+                {
+                    (int(label), pixels.numpy().tobytes())
+                    for pixels, label in zip(*of.batch(torch.arange(len(of))), strict=True)
+                }
+                for of in (getattr(mine, name), getattr(theirs, name))
+            )
+            assert found == told
+    Image.new("RGB", (31, 32)).save(next(home.rglob("*.webp")))
+    cifar100_module._read_images.cache_clear()
+    with pytest.raises(DataError, match="not of 32 x 32 pixels"):
+        load("cifar100", home)
 
 
 def test_cifar_files_cannot_run_code(load, cifar_dir: Path, tmp_path: Path) -> None:

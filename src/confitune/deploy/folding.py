@@ -77,7 +77,9 @@ def _make_plain(net: ContinualNet) -> None:
             for name, calibration in zip(part.names, part.layers, strict=True):
                 norm = net.backbone.get_submodule(name)
                 norm._forward_pre_hooks.clear()
-                _become(norm, nn.Sequential(calibration, copy.copy(norm)))
+                norm._forward_hooks.clear()
+                spatial, gate = calibration.children()
+                _become(norm, nn.Sequential(spatial, copy.copy(norm), gate))
 
 
 def _become(module: nn.Module, other: nn.Module) -> None:

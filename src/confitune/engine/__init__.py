@@ -8,7 +8,7 @@ from confitune.engine.feed import batches, place, place_task
 from confitune.engine.logs import CsvLog, TensorBoardLog
 from confitune.engine.parallel import Turns
 from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
-from confitune.engine.result import RunResult, command_line, versions
+from confitune.engine.result import RunResult, command_line, summary_of, versions
 from confitune.engine.run import SequenceRun, network_sha256
 from confitune.engine.training import DivergedError, TaskFit, epochs_of, fit, steps_of
 from confitune.settings import TrainSettings
@@ -42,5 +42,6 @@ __all__ = [
     "progress_board",
     "require_same_config",
     "steps_of",
+    "summary_of",
     "versions",
 ]

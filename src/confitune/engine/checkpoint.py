@@ -34,6 +34,7 @@ class Checkpoint:
     fit: dict[str, Any] | None  # the task in training, after its last whole epoch
     hooks: list[dict[str, Any]]  # of the method, and of those that it is combined with
     matrix: list[list[float]]
+    as_learned: list[float]
     seconds: float
     train_seconds: float
     images: int

@@ -68,6 +68,8 @@ class RunResult(BaseModel):
     learning_acc: Percent | None
     bwt: Points | None
     accuracy_matrix: list[list[Percent | None]] = Field(min_length=1)  # [i][j]: task i after training task j
+    # Of each task right after its training, where means are recovered: with running means, before that is done.
+    as_learned: list[Percent] | None = None
     tasks: list[TaskEntry] = Field(min_length=1)  # joint training has one, of all classes
     config: dict[str, Any]
     versions: dict[str, str]
@@ -85,6 +87,8 @@ class RunResult(BaseModel):
         tasks = len(self.accuracy_matrix)
         if any(len(row) != tasks for row in self.accuracy_matrix):
             raise ValueError("the accuracy matrix must have a row and a column for each task")
+        if self.as_learned is not None and len(self.as_learned) != tasks:
+            raise ValueError(f"{len(self.as_learned)} tasks were tested as learned, of {tasks}")
         if len(self.tasks) not in (1, tasks):
             raise ValueError(f"{len(self.tasks)} tasks are described, {tasks} were measured")
         for name, value in summary_of(self.matrix).items():
@@ -96,6 +100,14 @@ class RunResult(BaseModel):
     def matrix(self) -> np.ndarray:
         """The accuracy matrix, NaN where a task was not there yet."""
         return np.array([[math.nan if a is None else a for a in row] for row in self.accuracy_matrix])
+
+    @property
+    def published_matrix(self) -> np.ndarray:
+        """As the paper's code measures: a task that was just learned is tested with running means."""
+        matrix = self.matrix
+        if self.as_learned is not None:
+            np.fill_diagonal(matrix, self.as_learned)
+        return matrix
 
     def save(self, path: Path) -> None:
         """Write as JSON with a checksum, whole or not at all."""

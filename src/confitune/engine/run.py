@@ -16,7 +16,7 @@ import torch
 
 from confitune.engine.capture import Executor
 from confitune.engine.checkpoint import Checkpoint
-from confitune.engine.evaluation import evaluate_all, evaluate_groups
+from confitune.engine.evaluation import evaluate, evaluate_all, evaluate_groups
 from confitune.engine.events import EpochEnd, Listener, Listeners
 from confitune.engine.result import RunResult, command_line, device_name, summary_of, versions
 from confitune.engine.training import TaskFit, epochs_of
@@ -64,6 +64,7 @@ class SequenceRun:
         self.weights, self.command = weights, command
         self.weights_sha256 = self.config.get("weights_sha256") or state_sha256(net.backbone)
         self.matrix = np.full((len(sequence), len(sequence)), np.nan)
+        self.as_learned: list[float] = []  # before means are recovered, where they are
         self.task = 0
         self.seconds = self.train_seconds = 0.0
         self.images = 0
@@ -94,6 +95,7 @@ class SequenceRun:
             if matrix.shape != self.matrix.shape or not 0 <= checkpoint.task <= len(self.sequence):
                 raise ValueError(f"it has {checkpoint.task} tasks done and accuracies {list(matrix.shape)}")
         self.task, self._saved_fit, self.matrix = checkpoint.task, checkpoint.fit, matrix
+        self.as_learned = checkpoint.as_learned
         self.seconds, self.train_seconds, self.images = checkpoint.seconds, checkpoint.train_seconds, checkpoint.images
         return True
 
@@ -144,6 +146,8 @@ class SequenceRun:
             self._checkpoint(None)
 
     def _after_epoch(self, fit: TaskFit) -> None:
+        if fit.epoch == fit.epochs and self.net.observer.tracks:
+            self.as_learned.append(evaluate(self.net, self.sequence[fit.index], self.settings))
         if fit.epoch % self.checkpoint_epochs == 0 and fit.epoch < fit.epochs and self._checkpoint_due():
             fit.report()  # what is in the checkpoint must be finite, and in the logs
             self._checkpoint(fit)
@@ -176,6 +180,7 @@ class SequenceRun:
             fit=fit.state_dict() if fit else None,
             hooks=[hook.state_dict() for hook in self.method.hooks],
             matrix=self.matrix.tolist(),
+            as_learned=self.as_learned,
             seconds=self.seconds,
             train_seconds=self.train_seconds,
             images=self.images,
@@ -209,6 +214,7 @@ class SequenceRun:
             method=self.method.name,
             seed=self.settings.seed,
             **summary_of(self.matrix),
+            as_learned=self.as_learned or None,
             tasks=tasks,
             config=self.config,
             versions=versions(),

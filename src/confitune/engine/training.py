@@ -19,6 +19,7 @@ from confitune.engine.feed import batches, place_task, to_device
 from confitune.engine.readings import EpochReadings
 from confitune.engine.seeds import derived_generator, derived_seed
 from confitune.engine.step import TrainStep, draw_noise
+from confitune.engine.validation import Validation
 from confitune.errors import ConfituneError
 from confitune.methods import Method, Stage, create_method
 from confitune.nn import ContinualNet
@@ -69,7 +70,16 @@ def steps_of(task: Task, settings: TrainSettings) -> int:
 
 
 def _steps_an_epoch(task: Task, settings: TrainSettings) -> int:
-    return len(task.train) // min(settings.batch_size, len(task.train))
+    return _batches_in(len(task.train), min(settings.batch_size, len(task.train)), settings.last_batch)
+
+
+def _batches_in(images: int, size: int, with_rest: bool) -> int:
+    """Whole batches, and what is left over if it is asked for; one image alone has no batch moments.
+
+    >>> [_batches_in(images, 4, with_rest) for images in (8, 9, 10, 3) for with_rest in (False, True)]
+    [2, 2, 2, 2, 2, 3, 1, 1]
+    """
+    return max(images // size, 1) + (with_rest and images > size and images % size > 1)
 
 
 @dataclass(frozen=True)
@@ -110,10 +120,12 @@ class TaskFit:
             )
         if len(task.train) < 2:
             raise ConfituneError(f"task {task.name!r} has {len(task.train)} training image; batch norm needs 2 or more")
+        self.index = len(net.tasks) if index < 0 else index
+        self.validation = Validation.of(task, settings, derived_seed(settings.seed, "validation", self.index))
+        task = self.validation.task if self.validation else task
         self.executor, self.task, self.method = executor, task, method
         self.net, self.listener, self.device = net, executor.listener, executor.device
         self.settings = settings.model_copy(update={"epochs": epochs_of(task, settings)})
-        self.index = len(net.tasks) if index < 0 else index
         self.hooks = method.hooks if hooks is None else tuple(hooks)
         self.seed = derived_seed(settings.seed, "penalty", self.index)
         self.batch_size = min(settings.batch_size, len(task.train))
@@ -136,8 +148,8 @@ class TaskFit:
 
     @property
     def steps_an_epoch(self) -> int:
-        """Whole batches in what is trained on."""
-        return max(len(self._used) // self.batch_size, 1)
+        """Batches in what is trained on."""
+        return _batches_in(len(self._used), self.batch_size, self.settings.last_batch)
 
     def fit(self, after_epoch: Callable[[], None] = lambda: None) -> None:
         """Train what is left of the task and finish it."""
@@ -163,6 +175,10 @@ class TaskFit:
                         hook.begin_epoch(self, epoch)
                     self._train_epoch(stage, epoch)
                     self.epoch = epoch + 1
+                    if self.validation:
+                        self.validation.look(self.net, self.hooks)
+                        if self.epoch == self.epochs:
+                            self.validation.restore(self.net)
                     after_epoch()
                 self._freeze_but(None)
                 for hook in self.hooks:
@@ -199,12 +215,15 @@ class TaskFit:
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on after the last whole epoch; the network's own state is not in it."""
-        return {"epoch": self.epoch, "is_new": self.is_new, "optimizer": self.optimizer.state_dict()["state"]}
+        state = {"epoch": self.epoch, "is_new": self.is_new, "optimizer": self.optimizer.state_dict()["state"]}
+        return {**state, **({"validation": self.validation.state_dict()} if self.validation else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self.epoch, self.is_new = state["epoch"], state["is_new"]
         self.executor.optimizers.load(self.optimizer, state["optimizer"])
+        if self.validation:
+            self.validation.load_state_dict(state["validation"])
 
     # ---- epochs ----------------------------------------------------------------------------------------------------
 
@@ -243,7 +262,7 @@ class TaskFit:
             outcome = self.executor(
                 self.step.kind(stage.trains, tracking, self.index),
                 self.step.train,
-                *(pixels, labels, None if noise is None else noise[step]),
+                *(pixels, labels, None if noise is None else noise[step, :, : len(labels)]),
                 forward=(stage.trains, tracking),
             )
             assert outcome is not None
@@ -255,7 +274,7 @@ class TaskFit:
         self.report(all_but=1 if self.device.type == "cuda" else 0)
 
     def _set_lr(self, epochs: float) -> float:
-        lr = self.settings.lr * self.settings.lr_factor(epochs)
+        lr = self.settings.lr * self.settings.lr_factor(epochs) * (self.validation.lr_factor if self.validation else 1)
         self.executor.set_lr(lr)
         for group in self.optimizer.param_groups:
             group["lr"] = self.executor.lr_of(group["factor"])
@@ -304,6 +323,8 @@ class TaskFit:
             return False
         left = self.settings.epochs * self.steps_an_epoch - step
         momentum = self.net.momentum
+        if self.validation:  # any epoch may be the one that is kept
+            return True
         return momentum is None or left <= self.settings.tracked_steps(momentum)
 
     def _order(self, purpose: str, epoch: int) -> Tensor:

@@ -175,6 +175,8 @@ def method_page(name: str) -> Group:
     kinds = method_classes(name)
     if settings := [field for field in XCONV if any(field in kind.Options.model_fields for kind in kinds)]:
         below.append(Text(f"settings of the network that matter to it: {', '.join(settings)}"))
+    if own := create_method(name).training(False, {}):
+        below.append(Text("trains with, unless you say otherwise: " + ", ".join(f"{k}={v}" for k, v in own.items())))
     examples = [run, f"confitune tune {name}"] if paper_search(name) else [run]
     return Group(methods_table(name), *below, *(Text(example, style="cyan") for example in examples))
 

@@ -64,24 +64,15 @@ def chosen_options(dataset: str) -> dict[str, dict[str, Any]]:
     """What the paper chose for a dataset, by part; empty where it has none.
 
     Strengths have a meaning only with the estimate of importance they were chosen with: the paper built on the CPR
-    code, whose batch norm is in training mode meanwhile.
+    code, which has batch norm in training mode meanwhile, and for paths its own damping, signs and gradients.
 
     >>> chosen_options("flowers102")["mas"]
     {'strength': 30, 'mode': 'train'}
+    >>> chosen_options("flowers102")["si"]
+    {'strength': 20, 'damping': 0.01, 'positive': False, 'gradient': 'total'}
     >>> chosen_options("photos")
     {}
     """
     estimated: dict[str, dict[str, Any]] = _data()["estimated_with"]
     chosen = {entry.part: {entry.option: entry.chosen[dataset]} for entry in searched() if dataset in entry.chosen}
     return {part: {**values, **estimated.get(part, {})} for part, values in chosen.items()}
-
-
-def trained_with(method: str) -> dict[str, Any]:
-    """Settings of training that a method's strengths were chosen with, where they matter.
-
-    EWC's are so large that plain gradient steps diverge; the CPR code clips gradients.
-
-    >>> trained_with("ewc"), trained_with("confit")
-    ({'clip_norm': 100.0}, {})
-    """
-    return dict(_data()["trained_with"].get(method, {}))

@@ -38,7 +38,8 @@ from confitune.metrics import average_accuracy_curve
 EXPLAINED = (
     "ACC: accuracy over all tasks at the end. FGT: what earlier tasks lost since their best. When learned: accuracy of "
     "each task right after it was learned. BWT: how later tasks changed earlier ones. All in percent. Numbers a task: "
-    "what a task added to what is stored, at most (joint has one task, all of them). Mean ± 95% interval over seeds."
+    "what a task added to what is stored, its head included, at most (joint has one task, all of them). Mean ± 95% "
+    "interval over seeds."
 )
 
 

@@ -15,8 +15,8 @@ import torch
 from pydantic import Field
 
 from confitune.methods.importance import FisherEstimator, Mode, fisher
-from confitune.methods.method import Method, Options, TaskContext, Tensors
-from confitune.methods.pull import copy_into, pull, shared_values
+from confitune.methods.method import Method, Options, TaskContext
+from confitune.methods.pull import Pull, Tensors, copy_into, shared_values
 from confitune.nn import ContinualNet
 
 
@@ -81,9 +81,9 @@ class AFEC(Method):
             fisher(context, self.options.fisher, self.options.mode, self.weight, free)
         copy_into(self.anchor, shared_values(free))
 
-    def add_gradients(self, net: ContinualNet) -> None:
-        if self.index and self.options.strength:
-            pull(net, self.anchor, self.weight, self.options.strength)
+    def pull(self) -> Pull | None:
+        pulls = self.index and self.options.strength
+        return Pull(self.anchor, self.weight, self.options.strength) if pulls else None
 
     def captured_kind(self, index: int) -> Hashable:
         return index > 0

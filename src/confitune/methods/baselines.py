@@ -60,7 +60,7 @@ class Joint(Method):
     """All data at once, which continual learning does not have."""
 
     name = "joint"
-    summary = "all tasks' data at once: the upper bound"
+    summary = "all tasks' data at once, in one training"
     cost = "nothing; all tasks' images at once"
     joint = True
 

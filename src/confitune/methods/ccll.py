@@ -1,7 +1,8 @@
 """CCLL (Singh et al.: Calibrating CNNs for Lifelong Learning, NeurIPS 2020).
 
-The backbone stays as it is; every task learns small convolutions that calibrate each layer's output in space (sec. 3.2)
-and by channel (sec. 3.3), a batch norm and a head. Nothing is shared, so nothing is forgotten.
+The first task trains the backbone, which then stays as it is; every task learns small convolutions that calibrate each
+layer's output in space (sec. 3.2) and by channel (sec. 3.3), a batch norm and a head. Nothing that moves is shared, so
+nothing is forgotten.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ class CcllOptions(Options):
     start: Literal["random", "identity"] = Field(
         "random", description="of the calibrations: as layers usually start, or so that the network is unchanged"
     )
-    base: Literal["pretrained", "first-task"] = Field(
-        "pretrained", description="frozen throughout, or trained with the first task and then frozen (Singh et al.)"
+    group: int = Field(1, ge=1, description="channels of a group (Singh et al.: 1; what ConFiT counts fits 4)")
+    frozen: Literal["after-first", "always"] = Field(
+        "after-first", description="the backbone: once the first task has trained it (Singh et al.), or as pre-trained"
     )
 
 
@@ -31,17 +33,17 @@ class CCLL(Method):
     """Every task starts from the pre-trained batch norms."""
 
     name = "ccll"
-    summary = "frozen backbone, small calibrating convolutions per task; forgets nothing"
+    summary = "backbone frozen after the first task, small calibrating convolutions per task; forgets nothing"
     cost = "two small convolutions after each; 150 epochs a task in its paper"
     reference = "Singh et al., NeurIPS 2020"
     settings = MappingProxyType({"epochs": 150, "lr_schedule": "step"})  # lr times 0.1 at 50, 100 and 125 of 150 epochs
     Options = CcllOptions
 
     def parts(self) -> list[Part]:
-        return [Norms(start="pretrained"), Calibrations(self.options.start), Head()]
+        return [Norms(start="pretrained"), Calibrations(self.options.start, self.options.group), Head()]
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
         calibrate = Stage("calibrate", epochs, frozenset({"head", "norms", "calibrations"}))
-        if index == 0 and self.options.base == "first-task":
+        if index == 0 and self.options.frozen == "after-first":
             return (Stage("all", epochs, calibrate.trains | {"weights"}),)
         return (calibrate,)

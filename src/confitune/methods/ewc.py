@@ -12,9 +12,8 @@ import torch
 from pydantic import Field
 
 from confitune.methods.importance import FisherEstimator, Mode, fisher
-from confitune.methods.method import Method, Options, TaskContext, Tensors
-from confitune.methods.pull import copy_into, pull, shared_values
-from confitune.nn import ContinualNet
+from confitune.methods.method import Method, Options, TaskContext
+from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, shared_values
 
 
 class EwcOptions(Options):
@@ -38,6 +37,7 @@ class EWC(Method):
     summary = "pull by the Fisher information"
     cost = "the pull in a step, one more pass at a task's end"
     reference = "Kirkpatrick et al., PNAS 2017"
+    settings = CLIPPED
     Options = EwcOptions
     kept = ("anchor", "fisher")
     scratch = ("new",)
@@ -45,9 +45,8 @@ class EWC(Method):
     fisher: Tensors
     new: Tensors
 
-    def add_gradients(self, net: ContinualNet) -> None:
-        if self.index:
-            pull(net, self.anchor, self.fisher, self.options.strength)
+    def pull(self) -> Pull | None:
+        return Pull(self.anchor, self.fisher, self.options.strength) if self.index else None
 
     def captured_kind(self, index: int) -> Hashable:
         return index > 0

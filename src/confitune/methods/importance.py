@@ -16,8 +16,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy, log_softmax
 
 from confitune.errors import ConfituneError
-from confitune.methods.method import TaskContext, Tensors
-from confitune.methods.pull import shared_values
+from confitune.methods.method import TaskContext
+from confitune.methods.pull import Tensors, shared_values
 from confitune.nn import ContinualNet
 
 BATCH = 20  # of the CPR code, on which the paper built; its strengths have a meaning only with it

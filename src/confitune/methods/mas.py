@@ -13,9 +13,8 @@ import torch
 from pydantic import Field
 
 from confitune.methods.importance import Mode, output_sensitivity
-from confitune.methods.method import Method, Options, TaskContext, Tensors
-from confitune.methods.pull import copy_into, pull, shared_values
-from confitune.nn import ContinualNet
+from confitune.methods.method import Method, Options, TaskContext
+from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, shared_values
 
 
 class MasOptions(Options):
@@ -40,6 +39,7 @@ class MAS(Method):
     summary = "pull by the outputs' sensitivity"
     cost = "the pull in a step, one more pass at a task's end"
     reference = "Aljundi et al., ECCV 2018"
+    settings = CLIPPED
     Options = MasOptions
     kept = ("anchor", "omega")
     scratch = ("new",)
@@ -47,9 +47,8 @@ class MAS(Method):
     omega: Tensors
     new: Tensors
 
-    def add_gradients(self, net: ContinualNet) -> None:
-        if self.index:
-            pull(net, self.anchor, self.omega, self.options.strength)
+    def pull(self) -> Pull | None:
+        return Pull(self.anchor, self.omega, self.options.strength) if self.index else None
 
     def captured_kind(self, index: int) -> Hashable:
         return index > 0

@@ -17,10 +17,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
+from confitune.methods.pull import Pull, Tensors
 from confitune.methods.stages import Stage, everything
 from confitune.nn import ContinualNet, Head, Part
-
-Tensors = dict[str, Tensor]  # by the name of a shared parameter
 
 METHODS: dict[str, type[Method]] = {}  # every method that was imported, by name
 
@@ -161,7 +160,9 @@ class Method:
 
     def training(self, photos: bool, given: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of `TrainSettings`: what is given, else what it trains with, on people's own photos or not."""
-        own = {**self.settings, **(self.photos if photos else {})}
+        own: dict[str, Any] = {}
+        for hook in reversed(self.hooks):  # what a strength was chosen with goes with it, whatever it is combined with
+            own |= {**hook.settings, **(hook.photos if photos else {})}
         if "epochs" in given:  # who says how many wants no more
             own.pop("min_steps", None)
         return {**own, **given}
@@ -200,8 +201,14 @@ class Method:
     def read_gradients(self, net: ContinualNet) -> None:
         """Gradients of the loss are there, nothing has been added to them yet."""
 
+    def pull(self) -> Pull | None:
+        """Towards which weights those that all tasks use are pulled in this task, and how strongly."""
+        return None
+
     def add_gradients(self, net: ContinualNet) -> None:
-        """Add a term's gradient in closed form: cheaper than sending it through autograd."""
+        """Add to the gradients, in closed form: here that of the pull."""
+        if (pull := self.pull()) is not None:
+            pull.add_gradient(net)
 
     def after_step(self, net: ContinualNet) -> None:
         """Parameters have moved."""
@@ -219,7 +226,7 @@ class Method:
         By default every task (`index`, from 0) is captured for itself where the method takes part in steps. One whose
         tensors stay where they are gives what its steps depend on, and one capture serves many tasks.
         """
-        hooks = ("loss", "read_gradients", "add_gradients", "after_step")
+        hooks = ("loss", "read_gradients", "pull", "add_gradients", "after_step")
         return index if any(getattr(type(self), hook) is not getattr(Method, hook) for hook in hooks) else None
 
     # ---- what is kept ----------------------------------------------------------------------------------------------

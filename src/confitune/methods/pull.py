@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from confitune.methods.method import Tensors
 from confitune.nn import ContinualNet
 
+Tensors = dict[str, Tensor]  # by the name of a shared parameter
 
-@torch.no_grad()
-def pull(net: ContinualNet, anchor: Tensors, weight: Tensors, slope: float) -> None:
-    """Add the gradient of slope / 2 * sum of weight * (theta - anchor)^2, where there are gradients."""
-    trained = trained_parameters(net)
-    if not trained:
-        return
-    change = torch._foreach_sub([p.detach() for p in trained.values()], of(anchor, trained))
-    torch._foreach_mul_(change, of(weight, trained))
-    torch._foreach_add_(gradients_of(trained), change, alpha=slope)
+# Strengths were chosen with it in the CPR code: at large ones plain gradient steps diverge.
+CLIPPED = MappingProxyType({"clip_norm": 100.0})
+
+
+class Pull(NamedTuple):
+    """The penalty slope / 2 * sum of weight * (theta - anchor)^2, over the parameters that all tasks use."""
+
+    anchor: Tensors
+    weight: Tensors
+    slope: float
+
+    @torch.no_grad()
+    def add_gradient(self, net: ContinualNet) -> None:
+        """Add its gradient in closed form, where there are gradients: cheaper than sending it through autograd."""
+        trained = trained_parameters(net)
+        if not trained:
+            return
+        change = torch._foreach_sub([p.detach() for p in trained.values()], of(self.anchor, trained))
+        torch._foreach_mul_(change, of(self.weight, trained))
+        torch._foreach_add_(gradients_of(trained), change, alpha=self.slope)
+
+    def value(self, net: ContinualNet) -> Tensor:
+        """The penalty itself, without a gradient."""
+        now = shared_values(net)
+        parts = [(self.weight[name] * (now[name] - self.anchor[name]).square()).sum() for name in self.anchor]
+        return self.slope / 2 * torch.stack(parts).sum()
 
 
 def shared_values(net: ContinualNet) -> Tensors:

@@ -48,8 +48,8 @@ def create_method(name: str, options: MethodOptions | None = None) -> Method:
     method.name = name
     if method.added and (method.separate or method.joint):
         raise ConfituneError(f"{name}: a term that protects earlier tasks makes no sense where there are none")
-    if method.added and not any("weights" in stage.trains for task in (0, 1) for stage in method.stages(10, task)):
-        raise ConfituneError(f"{name}: there is nothing to protect where the backbone never moves")
+    if method.added and not any("weights" in stage.trains for stage in method.stages(10, 1)):
+        raise ConfituneError(f"{name}: there is nothing to protect where later tasks never move the backbone")
     return method
 
 

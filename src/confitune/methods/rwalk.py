@@ -7,12 +7,13 @@ the loss's fall a weight brought about per distance in the space of distribution
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Literal
 
 import torch
 from pydantic import Field
 
-from confitune.methods.method import Method, Options, TaskContext, Tensors
-from confitune.methods.pull import copy_into, keep_gradients, moved, of, pull, shared_values
+from confitune.methods.method import Method, Options, TaskContext
+from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, keep_gradients, moved, of, shared_values
 from confitune.nn import ContinualNet
 
 
@@ -24,6 +25,10 @@ class RwalkOptions(Options):
         0.9, gt=0, le=1, description="of a step's squared gradient in F (CPR code: 0.9; Chaudhry et al.: 0.1)"
     )
     damping: float = Field(0.01, gt=0, description="epsilon in the score")
+    positive: bool = Field(True, description="cut a step's negative share of the score off (CPR code: does not)")
+    gradient: Literal["loss", "total"] = Field(
+        "loss", description="of the loss alone (Chaudhry et al.), or with the penalty's in it (CPR code)"
+    )
 
 
 class RWalk(Method):
@@ -33,6 +38,7 @@ class RWalk(Method):
     summary = "pull by a running Fisher and a path score"
     cost = "the pull, a Fisher and each weight's path in a step"
     reference = "Chaudhry et al., ECCV 2018"
+    settings = CLIPPED
     Options = RwalkOptions
     kept = ("anchor", "weight", "fisher", "score")
     running = ("previous", "gradient")
@@ -49,13 +55,15 @@ class RWalk(Method):
     def read_gradients(self, net: ContinualNet) -> None:
         keep_gradients(net, self.gradient)
 
-    def add_gradients(self, net: ContinualNet) -> None:
-        if self.index:
-            pull(net, self.anchor, self.weight, 2 * self.options.strength)  # lambda * (F + s)(...)^2 has no half
+    def pull(self) -> Pull | None:
+        """lambda * (F + s)(...)^2 has no half in front."""
+        return Pull(self.anchor, self.weight, 2 * self.options.strength) if self.index else None
 
     @torch.no_grad()
     def after_step(self, net: ContinualNet) -> None:
         """Eq. 7 and 8, one step."""
+        if self.options.gradient == "total":
+            keep_gradients(net, self.gradient)
         steps = moved(net, self.previous)
         if not steps:
             return
@@ -70,7 +78,8 @@ class RWalk(Method):
         gain = torch._foreach_mul(gradients, change)
         torch._foreach_div_(gain, distance)
         torch._foreach_neg_(gain)
-        torch._foreach_clamp_min_(gain, 0.0)
+        if self.options.positive:
+            torch._foreach_clamp_min_(gain, 0.0)
         torch._foreach_add_(of(self.score, steps), gain)
 
     def captured_kind(self, index: int) -> Hashable:

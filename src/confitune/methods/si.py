@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from confitune.methods.method import Method, Options, TaskContext, Tensors
-from confitune.methods.pull import copy_into, keep_gradients, moved, of, pull, shared_values
+from confitune.methods.method import Method, Options, TaskContext
+from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, keep_gradients, moved, of, shared_values
 from confitune.nn import ContinualNet
 
 
@@ -36,6 +36,7 @@ class SI(Method):
     summary = "pull by each weight's share in the loss's fall"
     cost = "the pull and each weight's path in a step"
     reference = "Zenke et al., ICML 2017"
+    settings = CLIPPED
     Options = SiOptions
     kept = ("anchor", "omega")
     running = ("previous", "gradient", "start", "path")
@@ -55,9 +56,9 @@ class SI(Method):
     def read_gradients(self, net: ContinualNet) -> None:
         keep_gradients(net, self.gradient)
 
-    def add_gradients(self, net: ContinualNet) -> None:
-        if self.index:
-            pull(net, self.anchor, self.omega, 2 * self.options.strength)  # c * Omega * (...)^2 has no half in front
+    def pull(self) -> Pull | None:
+        """c * Omega * (...)^2 has no half in front."""
+        return Pull(self.anchor, self.omega, 2 * self.options.strength) if self.index else None
 
     @torch.no_grad()
     def after_step(self, net: ContinualNet) -> None:

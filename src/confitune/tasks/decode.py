@@ -3,7 +3,7 @@
 There are two pipelines. `clean` is the usual Resize(256), CenterCrop(224). `published` is what the published code of
 the paper feeds the network: there the normalised float image of Caltech101 and Flowers102 is turned back into bytes,
 which wraps most values around, and goes through the clean pipeline a second time; CUB200 is cropped to its bounding
-boxes. The paper's numbers come from it, so it is kept; the order of the methods is the same in both.
+boxes. The paper's numbers come from it, so it is kept.
 """
 
 from __future__ import annotations

@@ -76,6 +76,11 @@ def load_tasks(
                 raise DataError(f"{part.own} makes its tasks itself: leave order_seed and classes_per_task out")
             return part.own.load(normalise.mean, normalise.std, data)
         images = READERS[part.info](Path(part.folder or data), download)
+        if pipelines[part.key].use_box and not all(file.box for file in images.files):
+            raise DataError(
+                f"{part.dataset}: there are no bounding boxes to cut images to, as the pipeline 'published' "
+                "does; use 'clean', which takes whole images"
+            )
         number = len(images.classes)
         usual = part.info.classes_per_task or (number // 5 if number >= 10 else 2)
         per_task = usual if classes_per_task is None else classes_per_task

@@ -82,7 +82,7 @@ class TaskSequence(Sequence[Task]):
             )
 
     def joined(self) -> TaskSequence:
-        """All tasks as one, with all classes and all data (joint training, the upper bound).
+        """All tasks as one, with all classes and all data (joint training).
 
         `groups` of the one task says which classes came from which task, so that accuracy can still be measured
         within each. Where two tasks have a class of the same name, every class is named "task:class". See
@@ -115,7 +115,7 @@ class TaskSequence(Sequence[Task]):
         generator = torch.Generator().manual_seed(seed)
         tasks = []
         for task in self:
-            stay, held = hold_out(task.train.labels, share, generator)
+            stay, held = hold_out(task.train.labels.cpu(), share, generator)
             if not len(held):
                 raise DataError(
                     f"task {task.name!r} has one training image a class, so none can be held out to choose by; "

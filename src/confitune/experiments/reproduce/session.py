@@ -28,6 +28,7 @@ WRITERS: Mapping[str, Callable[[Scope, Sequence[Part], Place], Outcome]] = {
     "controls": tables.controls,
     "search": tables.search,
     "deeper": tables.deeper,
+    "deeper-lite": tables.deeper,
 }
 WHATS = tuple(WRITERS)
 

@@ -1,7 +1,8 @@
 """Calibrations of frozen convolutions' outputs (CCLL, Singh et al., NeurIPS 2020): a few numbers per channel and task.
 
-Spatial (sec. 3.2): y = x + GroupConv3x3(x). Channel (sec. 3.3): z = y * sigmoid(GroupConv1x1(mean of y over the
-plane)). A task-specific batch norm follows.
+Spatial (sec. 3.2): what a batch norm gets is x + GroupConv3x3(x). Channel (sec. 3.3): what it puts out is multiplied by
+sigmoid(BN(GroupConv1x1(mean of it over the plane))). With groups of one channel these are 57,600 weights for ResNet18,
+the 0.51% of its weights that the paper states.
 """
 
 from __future__ import annotations
@@ -16,42 +17,43 @@ from confitune.nn.parts.part import Part
 
 Start = Literal["random", "identity"]
 
-GROUP = 4  # channels of a group: 36 numbers a channel for the 3x3, 172,800 for ResNet18
-
 
 class Calibrations(Part):
-    """A calibration before every batch norm that follows a convolution.
+    """A calibration around every batch norm that follows a convolution.
 
     Args:
         start: of a task: 'random' as layers usually start, with a gate around one half; 'identity' so that nothing
-            changes at first: the 3x3 at zero, and the gate scaled to be 1 there.
+            changes at first: the convolutions at zero, and the gate scaled to be 1 there.
+        group: channels of a group, at most; a layer whose channels it does not divide has smaller ones.
     """
 
     name = "calibrations"
 
-    def __init__(self, start: Start = "random") -> None:
+    def __init__(self, start: Start = "random", group: int = 1) -> None:
         super().__init__()
         self.start_from: Start = start
+        self.group = group
         self.layers = nn.ModuleList()
-        self.names: list[str] = []  # of the batch norms that they stand before
+        self.names: list[str] = []  # of the batch norms that they stand around
 
     @property
     def kind(self) -> str:
-        return f"Calibrations({self.start_from})"
+        return f"Calibrations({self.start_from}, groups of {self.group})"
 
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
         like = next(backbone.parameters())
         for name, norm in backbone.named_modules():
             if isinstance(norm, nn.BatchNorm2d) and flow.conv_before(name)[0]:
-                layer = Calibration(norm.num_features, self.start_from).to(like)
+                layer = Calibration(norm.num_features, self.start_from, self.group).to(like)
                 self.names.append(name)
                 self.layers.append(layer)
-                norm.register_forward_pre_hook(layer.calibrate_input)
+                norm.register_forward_pre_hook(layer.before)
+                norm.register_forward_hook(layer.after)
 
     def live(self, finished: bool) -> dict[str, Tensor]:
-        layers = zip(self.names, self.layers, strict=True)
-        found = ((name, key, p) for name, layer in layers for key, p in layer.named_parameters())
-        return {f"{name}.calibration.{key}": parameter.detach() for name, key, parameter in found}
+        layers: Any = zip(self.names, self.layers, strict=True)
+        found = ((name, key, tensor) for name, layer in layers for key, tensor in layer.state_dict().items())
+        return {f"{name}.calibration.{key}": tensor for name, key, tensor in found if "num_batches" not in key}
 
     def start(self, generator: torch.Generator | None) -> None:
         for layer in self.layers:
@@ -65,37 +67,55 @@ class Calibrations(Part):
 class Calibration(nn.Module):
     """Both calibrations of one convolution.
 
-    >>> x = torch.rand(2, 8, 5, 5)
-    >>> torch.equal(Calibration(8, "identity")(x), x)
-    True
+    >>> x, calibration = torch.rand(2, 8, 5, 5), Calibration(8, "identity")
+    >>> torch.equal(calibration.spatial(x), x), torch.equal(calibration.gate(x), x)
+    (True, True)
     """
 
-    def __init__(self, channels: int, start: Start) -> None:
+    def __init__(self, channels: int, start: Start, group: int = 1) -> None:
         super().__init__()
-        self.group = next(size for size in range(GROUP, 0, -1) if channels % size == 0)
-        groups = channels // self.group
+        group = next(size for size in range(group, 0, -1) if channels % size == 0)
         self.start: Start = start
-        self.spatial = nn.Conv2d(channels, channels, 3, padding=1, groups=groups, bias=False)
-        self.gate = nn.Conv2d(channels, channels, 1, groups=groups)
+        self.spatial = Spatial(channels, channels, 3, padding=1, groups=channels // group, bias=False)
+        self.gate = Gate(channels, channels // group, 2 if start == "identity" else 1)
         self.reset(None)
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator | None) -> None:
         """Start anew; random numbers are drawn on the CPU so that a seed means the same on every device."""
-        of_gate = [(parameter, self.group) for parameter in self.gate.parameters()]
-        for parameter, inputs in [(self.spatial.weight, 9 * self.group), *of_gate]:
+        for weight in (self.spatial.weight, self.gate.conv.weight):
             if self.start == "identity":
-                parameter.zero_()
+                weight.zero_()
             else:  # as torch initialises convolutions
-                bound = inputs**-0.5
-                parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+                bound = weight[0].numel() ** -0.5
+                weight.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=generator))
+        self.gate.norm.reset_parameters()
+
+    def before(self, norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Forward pre-hook of the batch norm."""
+        return (self.spatial(args[0]), *args[1:])
+
+    def after(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Its forward hook."""
+        return self.gate(output)  # type: ignore[no-any-return]
+
+
+class Spatial(nn.Conv2d):
+    """Adds to the output of a convolution what this one makes of it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Calibrate the output of the convolution."""
-        y: Tensor = x + self.spatial(x)
-        gate = torch.sigmoid(self.gate(y.mean((2, 3), keepdim=True)))
-        return y * (2 * gate if self.start == "identity" else gate)
+        return x + super().forward(x)
 
-    def calibrate_input(self, norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Forward pre-hook of the batch norm that follows."""
-        return (self(args[0]), *args[1:])
+
+class Gate(nn.Module):
+    """Multiplies what a batch norm puts out, with its activation where both are one layer, channel by channel."""
+
+    def __init__(self, channels: int, groups: int, most: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 1, groups=groups, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+        self.most = most
+
+    def forward(self, y: Tensor) -> Tensor:
+        gate = torch.sigmoid(self.norm(self.conv(y.mean((2, 3), keepdim=True))))
+        return y * (self.most * gate)

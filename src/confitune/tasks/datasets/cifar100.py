@@ -1,4 +1,5 @@
-"""CIFAR100 (Krizhevsky 2009) from its archive's own folder `cifar-100-python`, with the official split.
+"""CIFAR100 (Krizhevsky 2009) from its archive's own folder `cifar-100-python`, with the official split; or, where that
+is not there, from image files: `cifar100/train/CLASS/` and `cifar100/test/CLASS/`.
 
 Kept at 32 x 32 (184 MB for all 60,000 images, so in memory and not in a store) and enlarged on the fly: Resize(256)
 and CenterCrop(224) as for the other sets. The published code treats it so too: both pipelines are the same.
@@ -7,6 +8,8 @@ and CenterCrop(224) as for the other sets. The published code treats it so too: 
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ import numpy as np
 import torch
 
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, Remote, locate
-from confitune.tasks.decode import CROP, RESIZE
+from confitune.tasks.datasets.folder import read_folder
+from confitune.tasks.decode import CROP, RESIZE, open_rgb
 from confitune.tasks.errors import DataError
 
 FOLDER = "cifar-100-python"
@@ -36,6 +40,8 @@ CIFAR100 = DatasetInfo(
 
 def read_cifar100(data_dir: Path, download: bool) -> ImageSet:
     """Training images, then test images, each in the order of its file."""
+    if not (data_dir / FOLDER).exists() and (data_dir / "cifar100/train").is_dir():
+        return _read_images(data_dir / "cifar100")
 
     def fetch(root: Path) -> None:
         ARCHIVE.fetch_folder(root / FOLDER)
@@ -51,6 +57,15 @@ def read_cifar100(data_dir: Path, download: bool) -> ImageSet:
     rows, test_rows = np.split(np.arange(len(labels)), [len(train["fine_labels"])])
     images = torch.from_numpy(pixels)
     return ImageSet(classes, labels, rows, test_rows, pixels=images, resize=RESIZE, crop=CROP)
+
+
+@lru_cache(maxsize=1)  # experiments ask for it once for each method
+def _read_images(folder: Path) -> ImageSet:
+    images = read_folder(folder)
+    pixels = [np.asarray(open_rgb(folder / file.name)).transpose(2, 0, 1) for file in images.files]
+    if {image.shape for image in pixels} != {(3, 32, 32)}:
+        raise DataError(f"{folder} holds images that are not of 32 x 32 pixels; get it again")
+    return replace(images, pixels=torch.from_numpy(np.stack(pixels)), files=(), resize=RESIZE, crop=CROP)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -1,16 +1,19 @@
 """CUB200-2011 (Wah et al. 2011) from its archive's own folder `CUB_200_2011`, with the official split.
 
-Nothing downloads it; the archive `CUB_200_2011.tgz`, put into the data folder, is unpacked on first use.
+Nothing downloads it; the archive `CUB_200_2011.tgz`, put into the data folder, is unpacked on first use. Where neither
+is there, image files are taken: `cub200/train/CLASS/` and `cub200/test/CLASS/`, which have no bounding boxes.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from confitune.tasks.datasets.archive import unpack
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, locate
+from confitune.tasks.datasets.folder import read_folder
 from confitune.tasks.decode import Box
 from confitune.tasks.errors import DataError
 from confitune.tasks.store import ImageFile
@@ -29,6 +32,9 @@ CUB200 = DatasetInfo(
 
 def read_cub200(data_dir: Path, download: bool) -> ImageSet:
     """All images in the order of their numbers. `download` changes nothing: there is nowhere to download it from."""
+    if not any((data_dir / name).exists() for name in (FOLDER, ARCHIVE)) and (data_dir / "cub200/train").is_dir():
+        images_alone = read_folder(data_dir / "cub200")
+        return replace(images_alone, classes=tuple(map(_species, images_alone.classes)))
     packed = any((place / ARCHIVE).exists() for place in (data_dir, data_dir.parent))
     folder = locate("cub200", data_dir, FOLDER, ["images", *TABLES], SOURCE, _unpack if packed else None)
     images, labels, split, boxes, classes = (_table(folder / table) for table in TABLES)
@@ -40,8 +46,17 @@ def read_cub200(data_dir: Path, download: bool) -> ImageSet:
         files = tuple(ImageFile(f"images/{images[number]}", _box(boxes[number])) for number in numbers)
     except (ValueError, KeyError) as error:
         raise DataError(f"cannot understand the tables in {folder}: {error}; unpack the archive again") from error
-    names = tuple(classes[number].split(".", 1)[-1].replace("_", " ") for number in species)
+    names = tuple(_species(classes[number]) for number in species)
     return ImageSet(names, found, np.flatnonzero(train), np.flatnonzero(~train), folder=folder, files=files)
+
+
+def _species(name: str) -> str:
+    """As people write it.
+
+    >>> _species("001.Black_footed_Albatross")
+    'Black footed Albatross'
+    """
+    return name.split(".", 1)[-1].replace("_", " ")
 
 
 def _unpack(root: Path) -> None:
