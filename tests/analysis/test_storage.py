@@ -16,7 +16,7 @@ NETWORK = WEIGHTS + 2 * 14  # running moments, too
 WINDOWS = (3 + 6) * 9
 PHASES = 3 * 4 + 6 * 1  # strides 2 and 1
 CALIBRATED = 56 + 14 * (9 + 1 + 4)  # batch norms; 3x3, gate and its norm of each channel
-CHANGES = (3 * 9 + 6) + (6 * 9 + 8)  # rank 1
+CHANGES = 4 * ((3 + 9 + 6) + (6 + 9 + 8))  # rank 4
 
 # method: what is kept for each task, and once
 EXPECTED = {

@@ -33,6 +33,7 @@ def pixels(pictures):
 @pytest.mark.parametrize("method", ["linear-probe", "bn-only", "ccll"])
 def test_a_method_that_never_moves_the_backbone_forgets_nothing(teach, pixels, tmp_path, method):
     path, settings = tmp_path / "model", {"augmentation": "flip", "optimizer": "adamw", "lr": 0.01}
+    settings |= {"epochs": 12} if method == "ccll" else {}  # its gates start at one half
     for count, task in enumerate(("reds", "stripes", "greens")):
         report = teach(task, path, **({} if count else {"method": method}), **settings)
         assert len(report.changes) == count
@@ -131,7 +132,7 @@ def test_a_record_that_names_no_method_of_ours_is_refused_and_nothing_runs(taugh
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        ({"method": "best", "options": {"rank": 0}}, "options of best: rank: Input should be greater than or equal"),
+        ({"method": "best", "options": {"rank": -1}}, "options of best: rank: Input should be greater than or equal"),
         ({"method": "best", "options": {"rank": "x"}}, "options of best: rank"),
         ({"options": {"rank": 10**9}}, "options of confit: rank: Extra inputs are not permitted"),
         ({"options": {"means": ["window"]}}, r"bundle\.json is damaged, or no bundle's"),
@@ -164,7 +165,7 @@ def test_a_network_without_batch_norm_learns_answers_and_guesses(teach, pixels, 
     new = {"model": model, "weights": "none", "size": size, "method": method}
     new |= {"options": {"best": {"owns": "moments"}}} if method == "best" else {}
     for task in ("reds", "greens"):
-        report = teach(task, path, lr=0.003 if model == "test_vit" else 0.03, epochs=8, **new)
+        report = teach(task, path, lr=0.003 if model == "test_vit" else 0.01, epochs=8, **new)
         new = {}
         if task == "reds":
             first = answers(path)["reds"]

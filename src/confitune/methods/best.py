@@ -35,9 +35,7 @@ _LOST = 1.25  # times the loss of heads is too much for own moments: they may ta
 class BestOptions(Options):
     """Choices of best."""
 
-    rank: int | None = Field(
-        None, ge=1, description="of the changes of weights; default: what 36,000 numbers allow, from 1 to 4"
-    )
+    rank: int = Field(0, ge=0, description="of the changes of weights; 0: what 36,000 numbers allow, from 1 to 4")
     owns: Literal["chosen", "head", "changes", "moments"] = Field(
         "chosen",
         description="what tasks own: chosen on held-out images, or for all the same: a head; also norms and changes; "
@@ -63,7 +61,7 @@ class Best(Method):
 
     def parts(self) -> list[Part]:
         norms = Norms(moments="pretrained", keep_pretrained=True)
-        return [norms, Moments(), Deltas(self.options.rank, "previous"), Head()]
+        return [norms, Moments(), Deltas(self.options.rank or None, "previous"), Head()]
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
         *first, last = hierarchical(epochs)
