@@ -63,7 +63,16 @@ def test_devices_that_can():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"epochs": 0}, {"batch_size": 1}, {"lr": 0}, {"momentum": 1}, {"seed": -1}, {"epoch": 3}, {"optimizer": "x"}],
+    [
+        {"epochs": 0},
+        {"batch_size": 1},
+        {"lr": 0},
+        {"lr": 1e300},
+        {"momentum": 1},
+        {"seed": -1},
+        {"epoch": 3},
+        {"optimizer": "x"},
+    ],
 )
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(ValidationError):
