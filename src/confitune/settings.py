@@ -91,7 +91,7 @@ class TrainSettings(BaseModel):
     )
     last_batch: bool = Field(False, description="train on the smaller last batch of an epoch, too (CPR code)")
     seed: int = Field(0, ge=0, description="of head initialisation and batch order; of several runs the first one's")
-    lr: float = Field(0.01, gt=0, le=1e6, description="learning rate (paper: 0.01)")
+    lr: float = Field(0.01, gt=0, le=1e38, description="learning rate (paper: 0.01)")
     optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="made anew for each task (paper: sgd)")
     momentum: float = Field(0.0, ge=0, lt=1, description="of SGD (paper: none)")
     weight_decay: float = Field(0.0, ge=0, description="L2 penalty on weights (paper: none)")

@@ -175,9 +175,9 @@ def test_training_that_beats_the_head_learns_the_held_out_images_at_last(make_ne
 def test_training_that_is_clearly_worse_than_the_head_is_undone(make_net, make_task, make_settings, monkeypatch, wrong):
     """By two standard errors: of 4 answers that differ, all are worse."""
 
-    def right(context):  # two images wrong are reason enough to try; on the held-out ones the head has none wrong
+    def right(context):  # three wrong of 100 are reason enough to try; on the held-out ones the head has none wrong
         found = torch.ones(context.images, dtype=torch.bool)
-        found[(folds_of(context.labels, context.seed) != 0).nonzero()[:2]] = False
+        found[(folds_of(context.labels, context.seed) != 0).nonzero()[:3]] = False
         return found
 
     monkeypatch.setattr(best_file, "fit_head", head_that_is(right))

@@ -214,7 +214,7 @@ def test_options_reach_the_parts(name):
         ("confit", {"means": "all"}, ["options of confit", "'window' or 'phase'"]),
         ("ccll", {"start": "zero"}, ["options of ccll", "start"]),
         ("best", {"image": 3}, ["options of best", "image", "there are: rank, owns"]),
-        ("best", {"rank": 0}, ["options of best", "rank", "greater than or equal to 1"]),
+        ("best", {"rank": -1}, ["options of best", "rank", "greater than or equal to 0"]),
         ("finetune", {"lr": 1}, ["options of finetune", "lr", "there are: none"]),
     ],
 )
