@@ -28,6 +28,7 @@ from confitune.deploy import Bundle, LearnSettings, examine, learn
 from confitune.methods import METHODS
 from deploy.conftest import picture
 from deploy.shared import settling
+from experiments.kills import child
 
 CALLS = ("fsync", "replace", "unlink", "truncate", "open")
 BUNDLES = {  # method, and for `best` whether a task is a head alone
@@ -172,22 +173,6 @@ def _watch(enter: Callable[[], object], leave: Callable[[], object]) -> None:
 
     for name in CALLS:
         setattr(os, name, watched(getattr(os, name)))
-
-
-def child(work: Callable[[], object]) -> int:
-    """Do it in a process of its own; how that ended."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            torch.set_num_threads(1)
-            work()
-            code = 0
-        except BaseException as error:  # nothing of the parent may run here
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        finally:
-            os._exit(code)
-    return os.waitpid(pid, 0)[1]
 
 
 def require(true: bool, otherwise: str) -> None:

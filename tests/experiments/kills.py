@@ -57,7 +57,7 @@ def main() -> None:
 def _all_kills(root: Path, each: int, chance: random.Random) -> int:
     _draw_photos(root / "photos")
     weights = root / "start.pth"
-    _child(lambda: _save_weights(weights))
+    child(lambda: _save_weights(weights))
     values = {
         "dataset": f"folder:{root / 'photos'}",
         "model": "test_byobnet",
@@ -70,7 +70,7 @@ def _all_kills(root: Path, each: int, chance: random.Random) -> int:
         "seeds": 1,
     }
     calls = root / "calls"
-    _child(lambda: _run(values, root / "whole", root / "whole cache", counting=calls))
+    child(lambda: _run(values, root / "whole", root / "whole cache", counting=calls))
     whole = RunResult.load(next((root / "whole").rglob("result.json")))
     made = dict(line.split(": ") for line in calls.read_text().splitlines())
     equal = 0
@@ -78,10 +78,10 @@ def _all_kills(root: Path, each: int, chance: random.Random) -> int:
         for number in range(each):
             at, before = chance.randrange(int(made[phase])), chance.random() < 0.5
             out, cache = root / f"{phase} {number}", root / f"{phase} {number} cache"
-            status = _child(lambda: _run(values, out, cache, killed=(phase, at, before)))  # noqa: B023
+            status = child(lambda: _run(values, out, cache, killed=(phase, at, before)))  # noqa: B023
             assert os.WIFSIGNALED(status), f"{phase}, call {at}: the run was not killed"
             assert os.WTERMSIG(status) == signal.SIGKILL
-            assert _child(lambda: _run(values, out, cache)) == 0  # noqa: B023
+            assert child(lambda: _run(values, out, cache)) == 0  # noqa: B023
             again = RunResult.load(next(out.rglob("result.json")))
             same = again.final_sha256 == whole.final_sha256 and again.accuracy_matrix == whole.accuracy_matrix
             equal += same
@@ -125,7 +125,7 @@ def _watch(owner: Any, name: str, phase: str, counts: dict[str, int], killed: tu
     setattr(owner, name, watched)
 
 
-def _child(work: Callable[[], None]) -> int:
+def child(work: Callable[[], object]) -> int:
     """Do it in a process of its own; how that ended."""
     pid = os.fork()
     if pid == 0:

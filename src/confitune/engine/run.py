@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from confitune.engine.capture import Executor
 from confitune.engine.checkpoint import Checkpoint
-from confitune.engine.evaluation import evaluate, evaluate_all, evaluate_groups
+from confitune.engine.evaluation import evaluate_all, evaluate_groups, right_answers
 from confitune.engine.events import EpochEnd, Listener, Listeners
 from confitune.engine.result import RunResult, command_line, device_name, summary_of, versions
 from confitune.engine.training import TaskFit, epochs_of
@@ -65,6 +66,7 @@ class SequenceRun:
         self.weights_sha256 = self.config.get("weights_sha256") or state_sha256(net.backbone)
         self.matrix = np.full((len(sequence), len(sequence)), np.nan)
         self.as_learned: list[float] = []  # before means are recovered, where they are
+        self._just_learned: Tensor | None = None  # the next of them, not yet read from the device
         self.task = 0
         self.seconds = self.train_seconds = 0.0
         self.images = 0
@@ -139,6 +141,9 @@ class SequenceRun:
         self.listener.task_started(index, task.name, fit.epoch)
         fit.fit(after_epoch=lambda: self._after_epoch(fit))
         self._evaluate(index)
+        if self._just_learned is not None:
+            self.as_learned.append(100.0 * self._just_learned.item())
+            self._just_learned = None
         self.task = index + 1
         # Logs first: a run killed in between does the task again, and logs then drop what they have of it.
         self.listener.task_ended(index, [a for a in self.matrix[:, self._column(index)] if not np.isnan(a)])
@@ -147,7 +152,7 @@ class SequenceRun:
 
     def _after_epoch(self, fit: TaskFit) -> None:
         if fit.epoch == fit.epochs and self.net.observer.tracks:
-            self.as_learned.append(evaluate(self.net, self.sequence[fit.index], self.settings))
+            self._just_learned = right_answers(self.net, self.sequence[fit.index], self.settings).double().mean()
         if fit.epoch % self.checkpoint_epochs == 0 and fit.epoch < fit.epochs and self._checkpoint_due():
             fit.report()  # what is in the checkpoint must be finite, and in the logs
             self._checkpoint(fit)

@@ -125,7 +125,7 @@ class Best(Method):
             return self._settle(context, head, words)
         norms = "own batch norms" if self._own else "own scales and shifts of norms"
         start = "" if choice["start"] == "pre-training" else f", from {choice['start']}"
-        context.note(f"{norms} and rank-{_deltas(net).rank} changes{start} ({words})")
+        context.note(f"{norms} and rank-{net.part(Deltas).rank} changes{start} ({words})")
         return False
 
     def _settle(self, context: TaskContext, head: LinearFit, why: str) -> bool:
@@ -148,7 +148,7 @@ class Best(Method):
         self._use_moments(context.net, choice.get("own_moments", self._own))
         every = torch.arange(context.images)
         context.train_on(every if epoch >= self._alone(context.epochs) else every[self._head(context).folds != 0])
-        deltas = _deltas(context.net)
+        deltas = context.net.part(Deltas)
         first = sum(stage.epochs for stage in self.stages(context.epochs, context.index)[:-1])
         if epoch == first and deltas.layers and not bool(torch.stack(torch._foreach_norm(list(deltas.b))).any()):
             weights = [layer.get_parameter("weight") for layer in deltas.layers.values()]
@@ -166,22 +166,10 @@ class Best(Method):
     def _head(self, context: TaskContext) -> LinearFit:
         """Fitted to pre-trained features of all images."""
         if self._fit is None or self._fit[0] != context.index:
-            with context.net.as_pretrained(), _moments(context.net).shifts() as shifts:
+            with context.net.as_pretrained(), context.net.part(Moments).shifts() as shifts:
                 self._fit = context.index, fit_head(context)
             self._shift = float(torch.stack(shifts).mean()) if shifts else 0.0
         return self._fit[1]
 
     def _use_moments(self, net: ContinualNet, own: bool) -> None:
-        self._own = _moments(net).own = own
-
-
-def _moments(net: ContinualNet) -> Moments:
-    moments = net.parts["moments"]
-    assert isinstance(moments, Moments)
-    return moments
-
-
-def _deltas(net: ContinualNet) -> Deltas:
-    deltas = net.parts["deltas"]
-    assert isinstance(deltas, Deltas)
-    return deltas
+        self._own = net.part(Moments).own = own

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from confitune.nn.parts.head import Head
 from confitune.nn.parts.norms import batch_norms, norm_layers
 from confitune.nn.parts.part import Part
 from confitune.nn.task_bank import TaskBank, TaskEntry, TaskStorage
+
+AnyPart = TypeVar("AnyPart", bound=Part)
 
 
 class ContinualNet(nn.Module):
@@ -99,9 +101,13 @@ class ContinualNet(nn.Module):
     @property
     def head(self) -> Head:
         """The part that classifies."""
-        head = self.parts[Head.name]
-        assert isinstance(head, Head)
-        return head
+        return self.part(Head)
+
+    def part(self, kind: type[AnyPart]) -> AnyPart:
+        """Its part of this kind."""
+        part = self.parts[kind.name]
+        assert isinstance(part, kind)
+        return part
 
     def add_task(self, name: str, classes: int | Sequence[str], generator: torch.Generator | None = None) -> None:
         """Add a task and make it current. Its parts start as they say; most from the last task's.
