@@ -1,0 +1,174 @@
+"""One label space over all tasks, without their images: linear discriminant analysis from sums that only add up.
+
+Features of the pre-trained network, of unit length, are taken for normal distributions: one mean for every class, and
+one covariance that all share. Both follow from counts and sums by class and from one matrix of second moments, so tasks
+may come and go in any order, and the classifier is the one that all images at once would give. An image is unusual if
+it is far from its nearest class (Mahalanobis distance; Lee et al., NeurIPS 2018), compared with how far it is from all
+images together (Ren et al., 2021).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
+
+_RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0)  # of the mean variance, added to all
+_TEMPERATURES = tuple(2 ** (power / 2) for power in range(-2, 13))
+_USUAL_RIDGE, _USUAL_TEMPERATURE = 0.1, 4.0  # where there are no images to choose them on
+_NEARLY = 0.2  # of the probability: at most five tasks can have that
+FALSE_ALARMS = 0.05  # of held-out images are said to be unknown
+
+
+def _unit(features: Tensor) -> Tensor:
+    return normalize(features.double(), dim=1) * math.sqrt(features.shape[1])
+
+
+@dataclass(frozen=True)
+class FeatureSums:
+    """What is known of the features of all tasks' images.
+
+    >>> cats, dogs = torch.tensor([[3.0, 4.0], [4.0, 3.0]]), torch.tensor([[1.0, 0.0]])
+    >>> one = FeatureSums.of(2).plus("pets", torch.cat([cats, dogs]), torch.tensor([0, 0, 1]), classes=2)
+    >>> one.counts["pets"].tolist(), len(one.plus("more", dogs, torch.tensor([0]), 1).minus("more", dogs).sums)
+    ([2.0, 1.0], 1)
+
+    Attributes:
+        second: [F, F], sum of x xT over all images.
+        counts: [K] by task, images of each class.
+        sums: [K, F] by task, sums of features of each class.
+    """
+
+    second: Tensor
+    counts: Mapping[str, Tensor]
+    sums: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, size: int) -> FeatureSums:
+        """Nothing, of features of this size."""
+        return cls(torch.zeros(size, size, dtype=torch.float64), {}, {})
+
+    def plus(self, task: str, features: Tensor, labels: Tensor, classes: int) -> FeatureSums:
+        """With a task's images more."""
+        x = _unit(features)
+        counts = labels.bincount(minlength=classes).double()
+        sums = x.new_zeros(classes, x.shape[1]).index_add_(0, labels, x)
+        return FeatureSums(self.second + x.T @ x, {**self.counts, task: counts}, {**self.sums, task: sums})
+
+    def minus(self, task: str, features: Tensor) -> FeatureSums:
+        """Without a task, whose features are these."""
+        x = _unit(features)
+        counts, sums = ({name: of for name, of in by.items() if name != task} for by in (self.counts, self.sums))
+        return FeatureSums(self.second - x.T @ x, counts, sums)
+
+    def gaussians(self, ridge: float = _USUAL_RIDGE) -> Gaussians:
+        """The classifier over all classes.
+
+        Args:
+            ridge: share of the mean variance within classes that is added to all variances.
+        """
+        counts, sums = torch.cat(list(self.counts.values())), torch.cat(list(self.sums.values()))
+        used, images = counts.clamp_min(1)[:, None], counts.sum()
+        means, centre = sums / used, sums.sum(0) / images
+        within = (self.second - means.T @ sums) / images
+        around = self.second / images - torch.outer(centre, centre)
+        added = (ridge * within.diagonal().mean()).clamp_min(1e-9) * torch.eye(len(within), dtype=within.dtype)
+        whiten, whiten_all = (_whitening(covariance + added) for covariance in (within, around))
+        tasks = tuple(self.counts)
+        of_class = torch.cat([torch.full((len(self.counts[name]),), n) for n, name in enumerate(tasks)])
+        return Gaussians(tasks, of_class, whiten, means @ whiten, centre, whiten_all, ridge)
+
+    def calibrated(self, features: Tensor, labels: Tensor) -> Gaussians:
+        """The classifier whose ridge, temperature and threshold are chosen on images that are not in the sums.
+
+        Args:
+            labels: places among all classes, task by task.
+        """
+        if not len(features):
+            return replace(self.gaussians(), temperature=_USUAL_TEMPERATURE)
+        best, least = None, math.inf
+        for ridge in _RIDGES:
+            gaussians = self.gaussians(ridge)
+            logits = gaussians.logits(features)
+            for temperature in _TEMPERATURES:
+                loss = float(cross_entropy(logits / temperature, labels))
+                if loss < least:
+                    best, least = replace(gaussians, temperature=temperature), loss
+        assert best is not None
+        return replace(best, threshold=float(best.unusual(features).quantile(1 - FALSE_ALARMS)))
+
+
+@dataclass(frozen=True)
+class Gaussians:
+    """Classes of all tasks as normal distributions.
+
+    Attributes:
+        tasks: names.
+        of_class: [C], for each class the place of its task.
+        whiten: [F, F]; features times it have unit variance within classes.
+        means: [C, F], of classes, whitened.
+        centre: [F], of all images.
+        whiten_all: [F, F]; features times it have unit variance.
+        ridge: that it was made with.
+        temperature: that logits are divided by.
+        threshold: images that are more unusual are unknown.
+    """
+
+    tasks: tuple[str, ...]
+    of_class: Tensor
+    whiten: Tensor
+    means: Tensor
+    centre: Tensor
+    whiten_all: Tensor
+    ridge: float
+    temperature: float = 1.0
+    threshold: float = math.inf
+
+    def logits(self, features: Tensor) -> Tensor:
+        """[N, C], log-likelihoods up to what all classes share."""
+        return _unit(features) @ self.whiten @ self.means.T - self.means.square().sum(1) / 2
+
+    def probabilities(self, features: Tensor) -> Tensor:
+        """[N, C], of the classes of all tasks."""
+        return (self.logits(features) / self.temperature).softmax(1)
+
+    def of_tasks(self, probabilities: Tensor) -> Tensor:
+        """[N, T], of tasks."""
+        found = probabilities.new_zeros(len(probabilities), len(self.tasks))
+        return found.index_add_(1, self.of_class, probabilities)
+
+    def leading(self, probabilities: Tensor) -> Tensor:
+        """[N, T], the tasks whose own networks are worth asking: the likeliest, and others that are nearly as likely."""
+        of_tasks = self.of_tasks(probabilities)
+        most = of_tasks.max(1, keepdim=True).values
+        return (of_tasks == most) | (of_tasks >= _NEARLY)
+
+    def refine(self, probabilities: Tensor, task: int, images: Tensor, own: Tensor) -> None:
+        """Share out a task's probability among its classes as its own network does; in place.
+
+        Args:
+            probabilities: [N, C], of all classes.
+            task: its place.
+            images: [N], which images its network was asked about.
+            own: [n, K], its answers for these.
+        """
+        mine = (self.of_class == task).nonzero().flatten()
+        rows = images.nonzero()
+        probabilities[rows, mine] = probabilities[rows, mine].sum(1, keepdim=True) * own.to(probabilities)
+
+    def unusual(self, features: Tensor) -> Tensor:
+        """[N], how much farther images are from the nearest class than from all images together."""
+        x = _unit(features)
+        nearest = (x @ self.whiten).square().sum(1) - 2 * self.logits(features).max(1).values
+        return nearest - ((x - self.centre) @ self.whiten_all).square().sum(1)
+
+
+def _whitening(covariance: Tensor) -> Tensor:
+    """W with W WT the inverse of a covariance."""
+    lower = torch.linalg.cholesky(covariance)
+    inverse: Tensor = torch.linalg.solve_triangular(lower, torch.eye(len(lower), dtype=lower.dtype), upper=False)
+    return inverse.T

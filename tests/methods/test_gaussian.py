@@ -1,0 +1,135 @@
+"""The label space of all tasks: sums in any order give one classifier, and it is the one of all images."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from torch.nn.functional import normalize
+
+from confitune.methods.gaussian import FALSE_ALARMS, FeatureSums
+
+SIZE = 12
+
+
+def clouds(classes: int, images: int, seed: int, apart: float = 1.5) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features of classes around means of their own, stretched alike."""
+    generator = torch.Generator().manual_seed(seed)
+    means = apart * torch.randn(classes, SIZE, generator=generator)
+    stretch = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(99)) / 3
+    labels = torch.arange(classes).repeat(images)
+    return means[labels] + torch.randn(len(labels), SIZE, generator=generator) @ stretch, labels
+
+
+@pytest.fixture
+def tasks():
+    return {name: clouds(classes, 30, seed) for name, classes, seed in (("a", 3, 0), ("b", 2, 1), ("c", 4, 2))}
+
+
+def learned(tasks, order) -> FeatureSums:
+    sums = FeatureSums.of(SIZE)
+    for name in order:
+        features, labels = tasks[name]
+        sums = sums.plus(name, features, labels, int(labels.max()) + 1)
+    return sums
+
+
+def by_task(sums: FeatureSums, features: torch.Tensor) -> dict[str, torch.Tensor]:
+    gaussians = sums.gaussians()
+    logits = gaussians.logits(features)
+    return {name: logits[:, gaussians.of_class == place] for place, name in enumerate(gaussians.tasks)}
+
+
+@pytest.mark.parametrize("order", ["abc", "cab", "bca"])
+def test_the_order_of_tasks_does_not_matter(tasks, order):
+    probe, _ = clouds(5, 10, seed=7)
+    expected, found = (by_task(learned(tasks, names), probe) for names in ("acb", order))
+    for name in "abc":
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-6)
+
+
+def test_what_was_removed_was_never_there(tasks):
+    probe, _ = clouds(5, 10, seed=7)
+    without = learned(tasks, "abc").minus("b", tasks["b"][0])
+    found, expected = by_task(without, probe), by_task(learned(tasks, "ac"), probe)
+    assert found.keys() == expected.keys() == {"a", "c"}
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-6)
+
+
+def test_it_is_linear_discriminant_analysis_of_all_images_at_once(tasks):
+    """scikit-learn's with a covariance that has the ridge in it, and every class as likely."""
+    features = torch.cat([tasks[name][0] for name in "abc"])
+    labels = torch.cat([tasks["a"][1], 3 + tasks["b"][1], 5 + tasks["c"][1]])
+    x = (normalize(features.double(), dim=1) * SIZE**0.5).numpy()
+
+    theirs = LinearDiscriminantAnalysis(
+        solver="lsqr", priors=[1 / 9] * 9, covariance_estimator=_Pooled(x, labels.numpy(), 0.1)
+    ).fit(x, labels.numpy())
+    probe, _ = clouds(9, 20, seed=3)
+    unit = (normalize(probe.double(), dim=1) * SIZE**0.5).numpy()
+    expected = torch.from_numpy(theirs.predict_proba(unit))
+    found = learned(tasks, "abc").gaussians(ridge=0.1).probabilities(probe)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
+
+
+class _Pooled:
+    """The covariance within classes and the ridge, whatever it is asked of."""
+
+    def __init__(self, x, labels, ridge):
+        within = sum(
+            (of_class - of_class.mean(0)).T @ (of_class - of_class.mean(0))
+            for of_class in (x[labels == label] for label in set(labels.tolist()))
+        ) / len(x)
+        self.pooled = within + ridge * within.diagonal().mean() * torch.eye(len(within)).double().numpy()
+
+    def fit(self, x):
+        self.covariance_ = self.pooled
+        return self
+
+
+def test_calibration_makes_sure_answers_rarer_where_classes_overlap():
+    features, labels = clouds(6, 40, seed=0, apart=0.4)
+    held, held_labels = clouds(6, 40, seed=0, apart=0.4)
+    held = held + 1.0 * torch.randn(held.shape, generator=torch.Generator().manual_seed(4))
+    sums = FeatureSums.of(SIZE).plus("a", features, labels, 6)
+    chosen = sums.calibrated(held, held_labels)
+    probabilities = chosen.probabilities(held)
+    right = (probabilities.argmax(1) == held_labels).double().mean()
+    assert abs(float(probabilities.max(1).values.mean() - right)) < 0.1
+    assert float(sums.gaussians(0.01).probabilities(held).max(1).values.mean() - right) > 0.1
+
+
+def test_unknown_images_are_unusual_and_few_known_ones_are(tasks):
+    sums = learned(tasks, "abc")
+    held = [clouds(classes, 20, seed) for classes, seed in ((3, 0), (2, 1), (4, 2))]
+    features = torch.cat([images for images, _ in held])
+    labels = torch.cat([held[0][1], 3 + held[1][1], 5 + held[2][1]])
+    chosen = sums.calibrated(features, labels)
+    alarms = (chosen.unusual(features) > chosen.threshold).double().mean()
+    assert abs(float(alarms) - FALSE_ALARMS) < 0.02
+    others, _ = clouds(8, 20, seed=11)
+    assert float((chosen.unusual(others) > chosen.threshold).double().mean()) > 0.6
+
+
+def test_probabilities_of_tasks_are_those_of_their_classes(tasks):
+    gaussians = learned(tasks, "abc").gaussians()
+    probabilities = gaussians.probabilities(tasks["a"][0])
+    of_tasks = gaussians.of_tasks(probabilities)
+    torch.testing.assert_close(of_tasks[:, 1], probabilities[:, 3:5].sum(1))
+    torch.testing.assert_close(of_tasks.sum(1), torch.ones(len(of_tasks), dtype=torch.float64))
+    assert float(of_tasks[:, 0].mean()) > 0.9
+
+
+def test_own_networks_share_out_the_probability_of_their_tasks(tasks):
+    gaussians = learned(tasks, "abc").gaussians()
+    probabilities = gaussians.probabilities(torch.cat([tasks["a"][0], tasks["b"][0]]))
+    before = probabilities.clone()
+    leading = gaussians.leading(probabilities)
+    assert bool((leading.sum(1) >= 1).all()) and int(leading[: len(tasks["a"][0]), 0].sum()) > 80
+    images = leading[:, 1]
+    own = torch.tensor([[0.75, 0.25]]).repeat(int(images.sum()), 1)
+    gaussians.refine(probabilities, 1, images, own)
+    torch.testing.assert_close(gaussians.of_tasks(probabilities), gaussians.of_tasks(before))
+    torch.testing.assert_close(probabilities[images, 3], 3 * probabilities[images, 4])
+    assert torch.equal(probabilities[~images], before[~images])
