@@ -126,7 +126,8 @@ def test_own_networks_share_out_the_probability_of_their_tasks(tasks):
     probabilities = gaussians.probabilities(torch.cat([tasks["a"][0], tasks["b"][0]]))
     before = probabilities.clone()
     leading = gaussians.leading(probabilities)
-    assert bool((leading.sum(1) >= 1).all()) and int(leading[: len(tasks["a"][0]), 0].sum()) > 80
+    assert bool((leading.sum(1) >= 1).all())
+    assert int(leading[: len(tasks["a"][0]), 0].sum()) > 80
     images = leading[:, 1]
     own = torch.tensor([[0.75, 0.25]]).repeat(int(images.sum()), 1)
     gaussians.refine(probabilities, 1, images, own)

@@ -142,7 +142,7 @@ class Gaussians:
         return found.index_add_(1, self.of_class, probabilities)
 
     def leading(self, probabilities: Tensor) -> Tensor:
-        """[N, T], the tasks whose own networks are worth asking: the likeliest, and others that are nearly as likely."""
+        """[N, T], tasks whose own networks are worth asking: the likeliest, and others that are nearly as likely."""
         of_tasks = self.of_tasks(probabilities)
         most = of_tasks.max(1, keepdim=True).values
         return (of_tasks == most) | (of_tasks >= _NEARLY)
