@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from confitune.deploy import Bundle, BundleError, Predictor, check_tasks
+from confitune.deploy import Bundle, BundleError, Predictor
 from confitune.deploy.held_out import some_of
 from confitune.engine import TaskFit
 from deploy.shared import NETWORK, add, backbone_of, checks
@@ -222,33 +222,14 @@ def test_the_tested_tasks_are_others_every_time():
 
 def test_a_guess_among_some_tasks_reads_only_those(taught_once, monkeypatch):
     path, loaded = taught_once[6], loads(monkeypatch)
-    predictor = Predictor.from_bundle(path, device="cpu", unknown_above=float("inf"))
+    predictor = Predictor.from_bundle(path, device="cpu", unknown=False)
     pixels = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     found = predictor.guess(pixels, ["reds", "checks", "reds"])
-    assert loaded == ["reds", "checks"]
+    assert set(loaded) <= {"reds", "checks"}
     assert {task for task, _ in found} <= {"reds", "checks"}
-    assert all(0.5 <= share <= 1 for _, share in found)
+    assert all(0 < share <= 1 for _, share in found)
     assert [answer.task for answer in predictor.predict(pixels, [None, None], among=["blues"])] == ["blues", "blues"]
     with pytest.raises(BundleError, match="no task 'birds'"):
         predictor.guess(pixels, ["reds", "birds"])
-    with pytest.raises(BundleError, match="among no tasks"):
+    with pytest.raises(BundleError, match="keeps no features of any of these tasks"):
         predictor.guess(pixels, [])
-
-
-def test_a_guess_among_too_many_is_refused(taught_once, monkeypatch):
-    monkeypatch.setattr(predicting, "MOST_GUESSED", 2)
-    predictor = Predictor.from_bundle(taught_once[3], device="cpu")
-    pixels = torch.zeros(1, 3, 224, 224, dtype=torch.uint8)
-    with pytest.raises(BundleError, match=r"a guess among 3 tasks .*, more than 2: name the task, or fewer"):
-        predictor.predict(pixels, [None])
-    assert len(predictor.guess(pixels, ["reds", "greens"])) == 1
-    assert predictor.predict(pixels, ["reds"])[0].task == "reds"
-
-
-def test_guesses_of_many_tasks_are_not_measured(taught_once, monkeypatch):
-    monkeypatch.setattr(held_out, "MOST_CHECKED", 1)
-    bundle, said = Bundle.open(taught_once[2]), []
-    checks = check_tasks(bundle, "cpu", lambda *given: said.append(given))
-    assert checks.accuracy == pytest.approx(dict(bundle.accuracy))
-    assert checks.guessed is None
-    assert said == [("testing tasks", 1, 2), ("testing tasks", 2, 2)]

@@ -79,6 +79,7 @@ JOURNAL = "confitune.deploy.journal"
 # What to kill at: a function, at which of its calls, before or after it, or with its file's last bytes not written.
 # And what is then left behind, by folder.
 TASK, HELD_OUT, BACKBONE = "tasks safetensors", "held-out safetensors", "backbones safetensors"
+FEATURES = "features safetensors"
 MARK = "model .unfinished"  # is made before the first file: `os.fsync` is called once for it, then twice for each file
 MOMENTS = {
     "as training begins": ((FIT, "_train_epoch", 1, "before"), []),
@@ -87,13 +88,18 @@ MOMENTS = {
     "the mark just made": (("os", "fsync", 1, "before"), [MARK]),
     "half of the task": (("os", "fsync", 2, "torn"), [MARK, "tasks partial"]),
     "half of the held-out images": (("os", "fsync", 4, "torn"), ["held-out partial", MARK, TASK]),
-    "before the new task is checked": ((LEARN, "accuracy_on", 1, "before"), [HELD_OUT, MARK, TASK]),
-    "half of the backbone": (("os", "fsync", 6, "torn"), ["backbones partial", HELD_OUT, MARK, TASK]),
-    "before the index": ((JOURNAL, "append_at", 1, "before"), [BACKBONE, HELD_OUT, MARK, TASK]),
-    "half of the index": (("os", "fsync", 8, "torn"), [BACKBONE, HELD_OUT, "index longer", MARK, TASK]),
+    "half of the features": (("os", "fsync", 6, "torn"), ["features partial", HELD_OUT, MARK, TASK]),
+    "before the new task is checked": ((LEARN, "accuracy_on", 1, "before"), [FEATURES, HELD_OUT, MARK, TASK]),
+    "half of the backbone": (("os", "fsync", 8, "torn"), ["backbones partial", FEATURES, HELD_OUT, MARK, TASK]),
+    "half of the sums": (("os", "fsync", 10, "torn"), [BACKBONE, "features partial", FEATURES, HELD_OUT, MARK, TASK]),
+    "before the index": ((JOURNAL, "append_at", 1, "before"), [BACKBONE, FEATURES, FEATURES, HELD_OUT, MARK, TASK]),
+    "half of the index": (
+        ("os", "fsync", 12, "torn"),
+        [BACKBONE, FEATURES, FEATURES, HELD_OUT, "index longer", MARK, TASK],
+    ),
     "the head not renamed": (
-        ("os", "replace", 4, "before"),
-        [BACKBONE, HELD_OUT, "index longer", MARK, "model partial", TASK],
+        ("os", "replace", 6, "before"),
+        [BACKBONE, FEATURES, FEATURES, HELD_OUT, "index longer", MARK, "model partial", TASK],
     ),
 }
 SHORT = {"epochs": 2, "keep": 2}
@@ -199,11 +205,11 @@ def test_a_killed_learn_has_not_happened(command, options, photos, taught, answe
 
 
 AFTERWARDS = {
-    "the head just renamed": ("os", "replace", 4, "after"),
-    "half of the head before": ("os", "fsync", 11, "torn"),
-    "the head before just renamed": ("os", "replace", 5, "after"),
-    "before an old backbone goes": ("pathlib:Path", "unlink", 6, "before"),
-    "before the mark goes": ("pathlib:Path", "unlink", 7, "before"),
+    "the head just renamed": ("os", "replace", 6, "after"),
+    "half of the head before": ("os", "fsync", 15, "torn"),
+    "the head before just renamed": ("os", "replace", 7, "after"),
+    "before an old backbone goes": ("pathlib:Path", "unlink", 8, "before"),
+    "before the mark goes": ("pathlib:Path", "unlink", 10, "before"),
 }
 
 
@@ -227,7 +233,8 @@ def test_a_learn_killed_after_the_rename_has_happened(command, options, photos, 
         bundle.rename_task("rot", "reds")
     assert bundle.leftovers() == []
     backbones = {file.stem for file in (path / "backbones").iterdir()}
-    assert backbones == {json.loads((path / "bundle.json").read_bytes())["backbone"]["sha256"]}
+    head = json.loads((path / "bundle.json").read_bytes())
+    assert backbones == {head[name]["sha256"] for name in ("backbone", "pretrained")}
     assert same(answers(path), answers(undisturbed))
     code, said = command(*arguments)
     assert code == 2

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from confitune.deploy import Bundle, BundleError, Predictor, TaskRecord, check_tasks, examine, export_bundle
-from confitune.deploy.fitting import Fit, layers_of, logits_and_distances
 from confitune.deploy.folding import folded
 from confitune.methods import METHODS
 from confitune.nn import create_backbone
-from confitune.tasks import load_folder_task
 from deploy.shared import answers, backbone_of, settling
 
 learning = importlib.import_module("confitune.deploy.learn")  # the package has a function of that name
@@ -50,7 +48,7 @@ def bundle(once, tmp_path):
 
 @pytest.fixture(scope="module")
 def predictor(once):
-    return Predictor.from_bundle(once[0][4], device="cpu", unknown_above=float("inf"))
+    return Predictor.from_bundle(once[0][4], device="cpu", unknown=False)
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +75,7 @@ def test_a_task_for_which_pretrained_features_are_enough_is_a_head(once):
     record = bundle.record("stripes")
     assert (record.only_head, record.epochs, record.images) == (True, 0, 24)
     state = bundle.task_state("stripes")
-    assert set(state) - {key for key in state if key.startswith("fit.")} == {
-        *("head.weight", "head.bias", "image_size", "finished")
-    }
+    assert set(state) == {*("head.weight", "head.bias", "image_size", "finished")}
 
 
 def test_another_one_owns_norms_and_changes_of_weights(once):
@@ -217,48 +213,6 @@ def test_the_guess_tells_heads_on_the_same_features_apart(predictor, pixels):
         assert found.count(task) >= 6, (task, found)
     given = predictor.predict(pixels["reds"], [None] * 8, among=settled)
     assert sum(answer.classes[0][0] == f"reds {n % 2}" for n, answer in enumerate(given)) >= 6
-
-
-def channel_means(net, x, task):
-    """Of what every batch norm is given: [images, channels], layer by layer."""
-    seen = {}
-    hooks = [
-        norm.register_forward_pre_hook(lambda norm, args: seen.update({norm: args[0].mean((2, 3))}))
-        for norm in layers_of(net)
-    ]
-    with torch.no_grad():
-        net.eval()(x, task)
-    for hook in hooks:
-        hook.remove()
-    return seen
-
-
-def test_a_reference_is_how_far_training_images_are_from_the_shared_means(once, photos):
-    bundle = Bundle.open(once[0][4])
-    net, network, references = bundle.load_network(["reds", "stripes"]), bundle.network, {}
-    for task in ("reds", "stripes"):
-        images = load_folder_task(photos(task), task, mean=network.mean, std=network.std, size=network.size)
-        x = images.inputs(images.train.batch(torch.arange(len(images.train)))[0])
-        means = channel_means(net, x, task)
-        expected = torch.cat([seen.mean(0) - norm.running_mean for norm, seen in means.items()])
-        references[task] = bundle.task_state(task)["fit.reference"]
-        assert torch.allclose(references[task], expected, atol=1e-4)
-        distances = logits_and_distances(net, x, task, references[task])[1]
-        norm, seen = next(iter(means.items()))
-        away = (seen - seen.mean(0)).square() / (norm.running_var + norm.eps)
-        assert torch.allclose(distances[:, 0], away.mean(1).log(), atol=1e-3)
-        fit = Fit.from_state(bundle.task_state(task), [norm.num_features for norm in layers_of(net)])
-        assert torch.allclose(distances.mean(0), fit.mean, atol=1e-3)
-    assert not torch.allclose(references["reds"], references["stripes"], atol=0.1)
-    assert "fit.reference" not in bundle.task_state("checks")
-
-
-def test_a_fit_is_not_used_with_another_networks_reference(once):
-    state = dict(Bundle.open(once[0][1]).task_state("reds"))
-    channels = [norm.num_features for norm in layers_of(Bundle.open(once[0][1]).load_network())]
-    assert len(Fit.from_state(state, channels).reference) == sum(channels)
-    assert Fit.from_state(state, [*channels[:-1], channels[-1] + 1]) is None
-    assert Fit.from_state({**state, "fit.reference": state["fit.reference"][None]}, channels) is None
 
 
 @pytest.mark.parametrize("task", SETTLED)

@@ -46,7 +46,7 @@ def test_a_method_that_never_moves_the_backbone_forgets_nothing(teach, pixels, t
     assert (bundle.network.method, bundle.network.learner().name) == (method, method)
     assert not any(record.only_head for record in bundle.tasks.values())
     assert (report.numbers == 0) == (method == "linear-probe")
-    predictor = Predictor(bundle, device="cpu", unknown_above=float("inf"))
+    predictor = Predictor(bundle, device="cpu", unknown=False)
     for task in ("reds", "greens"):
         found = [name for name, _ in predictor.guess(pixels(predictor, task))]
         assert found.count(task) >= 5, (task, found)
@@ -60,8 +60,9 @@ def test_fine_tuning_moves_the_backbone_and_keeps_both_states(teach, tmp_path):
     for task in ("reds", "greens"):
         teach(task, path, **({} if backbones else {"method": "finetune"}))
         backbones.append(backbone_of(path).name)
-    assert {file.name for file in (path / "backbones").iterdir()} == set(backbones)
-    assert len(set(backbones)) == 2
+    files = {file.name for file in (path / "backbones").iterdir()}
+    assert set(backbones) < files
+    assert len(files) == 3  # and the network before its first task
 
 
 def test_settings_reach_the_training(teach, monkeypatch, tmp_path):
@@ -173,8 +174,7 @@ def test_a_network_without_batch_norm_learns_answers_and_guesses(teach, pixels, 
     assert report.changes[0].before == report.changes[0].after
     found = answers(path)
     assert torch.equal(found["reds"], first)
-    assert not any(key.startswith("fit.") for key in Bundle.open(path).task_state("greens"))
-    predictor = Predictor.from_bundle(path, device="cpu")
+    predictor = Predictor.from_bundle(path, device="cpu", unknown=False)
     images = torch.cat([pixels(predictor, task)[:2] for task in ("reds", "greens")])
     together = predictor.logits(images, ["reds", "reds", "greens", "greens"])
     for n, task in enumerate(("reds", "reds", "greens", "greens")):

@@ -18,7 +18,6 @@ from PIL import Image
 from safetensors.torch import load, save
 
 from confitune.deploy import Bundle, LearnSettings, Predictor, examine, learn
-from confitune.deploy.fitting import Fit, layers_of
 from confitune.deploy.format import EMPTY, chained
 from confitune.deploy.held_out import decode_kept
 from confitune.files import checksum_of
@@ -35,17 +34,17 @@ def fuzz(watch: Watch) -> None:
     files = {path.relative_to(source): path.read_bytes() for path in source.rglob("*") if path.is_file()}
     pixels = torch.zeros(1, 3, 224, 224, dtype=torch.uint8)
     net = Bundle.open(model).load_network()
-    channels = [norm.num_features for norm in layers_of(net)]
 
     def use() -> None:
         """Read everything there is, the network apart."""
         bundle = Bundle.open(model)
         for task in bundle.tasks:
             bundle.load_task(net, task)
-            Fit.from_state(bundle.task_state(task), channels)
             net.drop_task(task)
+            bundle.features(task)
             if (kept := bundle.held_out(task)) is not None:
                 decode_kept(kept, task)
+        bundle.label_space()
 
     def restored(work: Any) -> Any:
         def done(value: Any) -> None:

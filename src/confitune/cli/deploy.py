@@ -16,6 +16,7 @@ from confitune.errors import ConfituneError
 if TYPE_CHECKING:
     from confitune.deploy import LearnReport, Prediction
 
+_WORTH_A_WORD = 0.01  # probability of a class of another task
 BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="a folder that `confitune learn` made")]
 
 
@@ -30,8 +31,11 @@ def learn_command(
     folder: Annotated[
         Path, typer.Argument(help="one folder of photos for each class; or train/ and test/ with such folders")
     ],
-    name: Annotated[str, Option(help="of the task, e.g. birds")],
     bundle: Annotated[Path, Option(help="the model's folder; made by the first task")],
+    name: Annotated[str | None, Option(help="of a new task, e.g. birds")] = None,
+    into: Annotated[
+        str | None, Option(metavar="TASK", help="instead of a new task: more classes or photos for one that is there")
+    ] = None,
     keep: Annotated[
         int, Option(min=0, help="held-out photos to keep with the model, to check the task later; 0: none")
     ] = 64,
@@ -63,15 +67,20 @@ def learn_command(
     them stay with the model: after every task the earlier ones are tested again, up to --check of them. If learning is
     stopped or fails, the model is as it was.
 
+    With --into a task that is there gets new classes, or more photos of its classes; its old photos are not needed.
+    Only its head is fitted anew, so this takes seconds.
+
     [bold]Examples[/bold]
 
       confitune learn photos/birds --name birds --bundle model
 
       confitune learn photos/trees --name trees --bundle model --epochs 20
+
+      confitune learn photos/owl --into birds --bundle model
     """
     from pydantic import ValidationError
 
-    from confitune.deploy import LearnSettings, learn
+    from confitune.deploy import LearnSettings, grow, learn
     from confitune.engine import LiveProgress, decoding_bar
     from confitune.experiments import merge_settings
 
@@ -83,12 +92,17 @@ def learn_command(
     except ValidationError as error:
         wrong = (f"--{problem['loc'][0]} {problem['input']}: {problem['msg']}" for problem in error.errors())
         raise ConfituneError("; ".join(wrong)) from error
-    progress = LiveProgress(console, name)
+    if (name is None) == (into is None):
+        raise ConfituneError("give --name for a new task, or --into for one that is there")
     with stoppable("the bundle is as it was"), decoding_bar(console) as decoding:
-        try:
-            report = learn(folder, name, bundle, checked, cache_dir=cache_dir, listener=progress, progress=decoding)
-        finally:
-            progress.close()
+        if name is None:
+            report = grow(folder, str(into), bundle, checked, cache_dir=cache_dir, progress=decoding)
+        else:
+            progress = LiveProgress(console, name)
+            try:
+                report = learn(folder, name, bundle, checked, cache_dir=cache_dir, listener=progress, progress=decoding)
+            finally:
+                progress.close()
     _print_learned(console, report, bundle)
 
 
@@ -123,6 +137,9 @@ def tasks_command(
     remove: Annotated[
         str | None, Option(metavar="NAME", help="forget a task; its files go with the next change")
     ] = None,
+    remove_class: Annotated[
+        str | None, Option(metavar="TASK/CLASS", help="forget a class of a task; the others answer as before")
+    ] = None,
     copy: Annotated[
         tuple[Path, str] | None,
         Option(metavar="OTHER NAME", help="take a task over from another bundle with the very same backbone"),
@@ -136,6 +153,8 @@ def tasks_command(
 ) -> None:
     """List the tasks of a bundle and what each takes on disk; rename, remove or copy one; undo the last change.
 
+    A class goes with --remove-class; more classes come with `confitune learn --into`.
+
     [bold]Examples[/bold]
 
       confitune tasks model
@@ -147,21 +166,25 @@ def tasks_command(
       confitune tasks model --undo
     """
     from confitune.deploy import Bundle, check_tasks
-    from confitune.deploy.held_out import MOST_CHECKED
+    from confitune.deploy import remove_class as forget_class
     from confitune.engine import decoding_bar
     from confitune.experiments import terminal_table
 
     opened, console = Bundle.open(bundle), Console()
-    if undo and (rename or remove or copy):
+    changes = rename or remove or remove_class or copy
+    if undo and changes:
         raise ConfituneError("--undo goes back on its own: give the other changes afterwards")
     if undo:
         opened.go_back()
-    if rename or remove or copy:
+    if changes:
         with opened.changing():
             if rename:
                 opened.rename_task(*rename)
             if remove:
                 opened.remove_task(remove)
+            if remove_class:
+                of_task, _, name = remove_class.partition("/")
+                forget_class(opened, of_task, name)
             if copy:
                 opened.copy_task(Bundle.open(copy[0]), copy[1])
     with decoding_bar(console) as testing:
@@ -193,19 +216,15 @@ def tasks_command(
             f"Without --task, {checked.guessed:.1f}% of these photos are given to the right task (by chance "
             f"{100 / len(opened.tasks):.1f}%), {checked.unknown:.1f}% to none."
         )
-    elif checked and len(opened.tasks) > MOST_CHECKED:
-        say(f"How often the task is guessed is not measured with more than {MOST_CHECKED} tasks.")
 
 
 @app.command(name="predict")
 def predict_command(
     bundle: BundleFolder,
     images: Annotated[list[str], typer.Argument(help="image files, folders, or patterns such as 'new/*.jpg'")],
-    task: Annotated[
-        str | None, Option(help="which task's classes; default: guess, one forward pass for each task")
-    ] = None,
+    task: Annotated[str | None, Option(help="which task's classes; default: those of all tasks together")] = None,
     among: Annotated[
-        list[str] | None, Option(metavar="TASK", help="guess among these only; may be given many times")
+        list[str] | None, Option(metavar="TASK", help="of these tasks only; may be given many times")
     ] = None,
     top: Annotated[int, Option(min=1, help="so many classes for each image")] = 5,
     device: Annotated[str, Option(help="auto, cpu, cuda, ...")] = "auto",
@@ -233,7 +252,9 @@ def predict_command(
             say(str(answer), "red", errors)
         elif as_json:
             classes = [{"name": name, "probability": probability} for name, probability in answer.classes]
+            others = [dict(zip(("task", "name", "probability"), other, strict=True)) for other in answer.others]
             found = {"task": answer.task, "task_confidence": answer.task_confidence, "classes": classes}
+            found |= {"others": others} if answer.others else {}
             typer.echo(json.dumps({"image": str(file), **found}, ensure_ascii=False))
         else:
             say(f"{file}: {_in_words(answer)}")
@@ -243,10 +264,13 @@ def predict_command(
 
 
 def _in_words(answer: Prediction) -> str:
+    own = ", ".join(f"{name} {100 * probability:.1f}%" for name, probability in answer.classes)
     if answer.task is None:
-        return "unknown: it fits no task"
-    guessed = "" if answer.task_confidence is None else f"{answer.task} ({100 * answer.task_confidence:.0f}%): "
-    return guessed + ", ".join(f"{name} {100 * probability:.1f}%" for name, probability in answer.classes)
+        name, share = answer.classes[0]
+        return f"unknown: it looks like nothing that was learned (nearest: {name}, {100 * share:.1f}%)"
+    others = [f"{task}: {name} {100 * share:.1f}%" for task, name, share in answer.others if share >= _WORTH_A_WORD]
+    found = "; or ".join([own, *others])
+    return found if answer.task_confidence is None else f"{answer.task} ({100 * answer.task_confidence:.0f}%): {found}"
 
 
 @app.command(name="serve")

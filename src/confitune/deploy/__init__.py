@@ -5,6 +5,7 @@ from confitune.deploy.doctor import examine
 from confitune.deploy.export import check_export, export_bundle, export_network
 from confitune.deploy.folding import folded
 from confitune.deploy.format import BundleError, TaskRecord
+from confitune.deploy.grow import grow, remove_class
 from confitune.deploy.held_out import Change, Checks, check_tasks
 from confitune.deploy.learn import LearnReport, LearnSettings, learn
 from confitune.deploy.predictor import Prediction, Predictor, TaskInfo, image_files, predict_files
@@ -26,7 +27,9 @@ __all__ = [
     "export_bundle",
     "export_network",
     "folded",
+    "grow",
     "image_files",
     "learn",
     "predict_files",
+    "remove_class",
 ]

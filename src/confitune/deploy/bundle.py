@@ -9,14 +9,16 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from confitune.deploy.format import (
     BACKBONES,
+    FEATURES,
     HEAD,
     HELD_OUT,
     TASKS,
@@ -30,6 +32,7 @@ from confitune.deploy.format import (
     Network,
     Removed,
     Renamed,
+    Replaced,
     StoredFile,
     TaskRecord,
     TensorFiles,
@@ -39,12 +42,22 @@ from confitune.deploy.format import (
     own_files,
 )
 from confitune.deploy.journal import State, alone, commit, is_bundle, read_before, read_head, read_state, write_head
-from confitune.deploy.loading import load_network, load_task
+from confitune.deploy.label_space import (
+    TaskFeatures,
+    calibrate,
+    chosen_from_state,
+    space_state,
+    sums_from_state,
+    with_task,
+)
+from confitune.deploy.loading import load_network, load_pretrained, load_task
 from confitune.errors import ConfituneError
 from confitune.files import sync_folder
+from confitune.methods.gaussian import Gaussians
 from confitune.nn import ContinualNet
 
 _log = logging.getLogger(__name__)
+_BACKBONE = {"format": "confitune backbone 1"}
 
 
 class Bundle:
@@ -67,6 +80,7 @@ class Bundle:
         self.damage: str | None = None
         self._files = TensorFiles(path)
         self._state = State()
+        self._pretrained: StoredFile | None = None  # of a bundle without tasks
 
     @classmethod
     def open(cls, path: Path | str) -> Bundle:
@@ -147,6 +161,34 @@ class Bundle:
         stored = self.record(task).held_out
         return None if stored is None else self._files.read(HELD_OUT, stored)
 
+    def features(self, task: str) -> TaskFeatures | None:
+        """What is kept of the features of a task's images; None where nothing is."""
+        record = self.record(task)
+        return None if record.features is None else self._features(record)
+
+    def _features(self, record: TaskRecord) -> TaskFeatures:
+        assert record.features is not None
+        with self._naming(FEATURES, record.features):
+            return TaskFeatures.from_state(self._files.read(FEATURES, record.features), len(record.classes))
+
+    def label_space(self) -> Gaussians:
+        """The classifier over all classes of all tasks."""
+        stored, records = self._head.sums, _by_features(self.tasks)
+        if stored is None:
+            raise BundleError(f"{self.path} keeps no features of its tasks: name the task")
+        with self._naming(FEATURES, stored):
+            state = self._files.read(FEATURES, stored)
+            sums = sums_from_state(state, {key: len(record.classes) for key, (_, record) in records.items()})
+            return chosen_from_state(sums, state, {key: name for key, (name, _) in records.items()})
+
+    def load_pretrained(self) -> nn.Module:
+        """The network before its first task, in evaluation mode: images to features."""
+        stored = self._head.pretrained
+        if stored is None:
+            raise BundleError(f"{self.path} keeps no pre-trained network: name the task")
+        with self._naming(BACKBONES, stored):
+            return load_pretrained(self.network, self._files.read(BACKBONES, stored), stored.bytes)
+
     def load_network(self, tasks: Sequence[str] = ()) -> ContinualNet:
         """The network with the state of `tasks`; the last of them is current."""
         stored = self._head.backbone
@@ -211,6 +253,12 @@ class Bundle:
             events.append(Checked(after=task, accuracy=dict(checked)))
         self._commit(events, shared)
 
+    def replace_task(self, task: str, record: TaskRecord, checked: Mapping[str, float] | None = None) -> None:
+        """Commit another record of a task, whose files are stored."""
+        self.record(task)
+        after: list[Event] = [Checked(after=task, accuracy=dict(checked))] if checked else []
+        self._commit([Replaced(task=task, record=record), *after])
+
     def require_new(self, task: str) -> None:
         """Refuse a name that a task has already, or that no task may have."""
         if task in self.tasks:
@@ -225,6 +273,15 @@ class Bundle:
     def store_held_out(self, kept: Mapping[str, Tensor]) -> StoredFile:
         """Put a task's held-out images on disk; they count once it is added."""
         return self._store(HELD_OUT, kept, {"format": "confitune held-out images 1"})
+
+    def store_features(self, features: TaskFeatures) -> StoredFile:
+        """Put the features of a task's images on disk; they count once it is added."""
+        return self._store(FEATURES, features.state(), {"format": "confitune features 1"})
+
+    def store_pretrained(self, net: nn.Module) -> None:
+        """Put the network of a new bundle on disk, before its first task."""
+        state = {key: tensor for key, tensor in net.state_dict().items() if not key.endswith("num_batches_tracked")}
+        self._pretrained = self._store(BACKBONES, state, _BACKBONE)
 
     def rename_task(self, task: str, to: str) -> None:
         """Give a task another name."""
@@ -248,10 +305,11 @@ class Bundle:
                 "learning moves the backbone, only a bundle that has learned the very same tasks can take it; learn "
                 "the task here instead"
             )
-        kept = source.held_out(task)
+        kept, features = source.held_out(task), source.features(task)
         files = {
             "file": self.store_task(source.task_state(task), record.classes),
             "held_out": None if kept is None else self.store_held_out(kept),
+            "features": None if features is None else self.store_features(features),
         }
         self.add_task(to or task, record.model_copy(update=files))
 
@@ -278,14 +336,49 @@ class Bundle:
     def _commit(self, events: Sequence[Event], shared: Mapping[str, Tensor] | None = None) -> None:
         """Make the events true; `shared` is the backbone where it may have moved."""
         self._begin()
-        head, about = self._state.head, {"format": "confitune backbone 1"}
-        backbone = self._head.backbone if shared is None else self._files.store(BACKBONES, shared, about)
+        head = self._state.head
+        backbone = self._head.backbone if shared is None else self._files.store(BACKBONES, shared, _BACKBONE)
         if head is not None and backbone == head.backbone:
             lineage = head.lineage
         else:
             before = self.network.weights_sha256 if head is None else head.lineage
             lineage = hashlib.sha256(f"{before} {backbone.sha256}".encode()).hexdigest()
-        commit(self.path, self._state, events, network=self.network, backbone=backbone, lineage=lineage)
+        pretrained = self._pretrained if head is None else head.pretrained
+        files = {"backbone": backbone, "pretrained": pretrained, "sums": self._sums_after(events)}
+        commit(self.path, self._state, events, network=self.network, lineage=lineage, **files)
+
+    def _sums_after(self, events: Sequence[Event]) -> StoredFile | None:
+        """The sums of features once these events are true: of tasks that come they are added, of others taken back."""
+        stored = None if self._state.head is None else self._state.head.sums
+        after = State(tasks=dict(self.tasks))
+        for event in events:
+            after.happened(event)
+        old, new = _by_features(self.tasks), _by_features(after.tasks)
+        if old.keys() == new.keys():
+            return stored
+        if not new:
+            return None
+        known = {key: record for key, (_, record) in (old | new).items()}
+        read = cache(lambda key: self._features(known[key]))
+        sums = None
+        if stored is not None:
+            sums = sums_from_state(self._files.read(FEATURES, stored), {key: len(known[key].classes) for key in old})
+            try:
+                for key in sums.counts.keys() - new.keys():
+                    sums = sums.minus(key, read(key).train)
+            except BundleError as error:  # then they are added up anew
+                _log.warning("%s", error)
+                sums = None
+        for key in new:
+            if sums is not None and key in sums.counts:
+                continue
+            try:
+                sums = with_task(sums, key, read(key), len(known[key].classes))
+            except BundleError as error:
+                _log.warning("%s. Task %r is not guessed", error, new[key][0])
+        if sums is None:
+            return None
+        return self._files.store(FEATURES, space_state(sums, calibrate(sums, read)), {"format": "confitune sums 1"})
 
     def _begin(self) -> None:
         """Say on disk that files are about to be written which count only after the commit."""
@@ -314,3 +407,12 @@ class Bundle:
             self.damage = None
             self.sweep()
             (self.path / UNFINISHED).unlink()
+
+
+def _by_features(tasks: Mapping[str, TaskRecord]) -> dict[str, tuple[str, TaskRecord]]:
+    """Tasks with features by the hash of these: it stays when a task is renamed, and is one for a task and its copy."""
+    found: dict[str, tuple[str, TaskRecord]] = {}
+    for name, record in tasks.items():
+        if record.features is not None:
+            found.setdefault(record.features.sha256, (name, record))
+    return found

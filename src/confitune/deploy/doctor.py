@@ -54,12 +54,16 @@ def examine(folder: Path, repair: bool = False) -> Examination:
     found.contents.append(f"{network.model}, {network.size} pixels, last changed {bundle.written}")
     try:
         bundle.load_network()
+        if any(record.features for record in bundle.tasks.values()):
+            bundle.load_pretrained()
+            bundle.label_space()
     except ConfituneError as error:
         found.findings.append(Finding(str(error)))
     for task, record in bundle.tasks.items():
         found.contents.append(f"task {task!r}: {len(record.classes)} classes, {record.file.bytes:,} bytes")
         try:
             bundle.task_state(task)
+            bundle.features(task)
             kept = bundle.held_out(task)
             if kept is not None:
                 decode_kept(kept, task)

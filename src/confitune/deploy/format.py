@@ -4,8 +4,9 @@
     bundle.before.json   the head before the last change; every file that it needs is still there
     index.jsonl          what happened to tasks, one line each; only ever appended to
     backbones/<sha256>.safetensors
-    tasks/<sha256>.safetensors      what one task owns of the network (head, norms, ...), and its fit
+    tasks/<sha256>.safetensors      what one task owns of the network (head, norms, ...)
     held-out/<sha256>.safetensors   a task's held-out images, as PNG
+    features/<sha256>.safetensors   features of a task's images; the sums of all tasks' (see `label_space.py`)
     .unfinished          is there from the first file that a change writes until all is done
 
 A change writes new files under new names, appends to the index and then renames a new head into place: that rename is
@@ -33,18 +34,19 @@ from torch import Tensor
 from confitune.errors import ConfituneError
 from confitune.files import checksum_of, open_plain, write_whole
 from confitune.methods import METHODS, Method, create_method
+from confitune.tasks import Preprocess
 
 FORMAT = 2
 HEAD, BEFORE, INDEX = "bundle.json", "bundle.before.json", "index.jsonl"
 LOCK, UNFINISHED = ".lock", ".unfinished"
-BACKBONES, TASKS, HELD_OUT = FOLDERS = ("backbones", "tasks", "held-out")
+BACKBONES, TASKS, HELD_OUT, FEATURES = FOLDERS = ("backbones", "tasks", "held-out", "features")
 NAME_LENGTH = 100
 _FOLDER = f"({'|'.join(FOLDERS)})/"
 _OWN = re.compile(
     rf"{_FOLDER}[0-9a-f]{{64}}\.safetensors|({_FOLDER})?([0-9a-f]{{64}}|bundle|bundle\.before)\.[0-9a-f]{{32}}\.partial"
 )
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-_KINDS = {*_FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool}
+_KINDS = {*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 
 
 def readable(text: str) -> str:
@@ -88,6 +90,7 @@ class TaskRecord(_Record):
     file: StoredFile
     held_out: StoredFile | None = None
     held_out_images: int = Field(0, ge=0)
+    features: StoredFile | None = None
     accuracy: float | None = Field(None, ge=0, le=100, description="when it was learned, on all its test images")
     images: int = Field(0, ge=0, description="that it was learned from")
     only_head: bool = Field(False, description="it uses the pre-trained network and owns nothing but a head")
@@ -102,6 +105,14 @@ class Added(_Record):
     """A task was learned or copied here."""
 
     op: Literal["add"] = "add"
+    task: Name
+    record: TaskRecord
+
+
+class Replaced(_Record):
+    """A task has learned more, or lost classes."""
+
+    op: Literal["replace"] = "replace"
     task: Name
     record: TaskRecord
 
@@ -129,7 +140,7 @@ class Checked(_Record):
     accuracy: dict[Name, float]
 
 
-Event = Added | Renamed | Removed | Checked
+Event = Added | Replaced | Renamed | Removed | Checked
 _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="op")])
 
 
@@ -147,6 +158,10 @@ class Network(_Record):
     method: str = Field("confit", pattern=r"^[\w-]+$", description="that its tasks are learned with, never a file")
     options: MethodOptions = Field(default_factory=dict, description="of the method")
 
+    def preprocess(self) -> Preprocess:
+        """How images of `CROP` pixels become its inputs."""
+        return Preprocess.of_cut(self.mean, self.std, self.size)
+
     def learner(self) -> Method:
         """What its tasks are learned with."""
         kind = METHODS.get(self.method)
@@ -163,6 +178,8 @@ class Head(_Record):
     format: Literal[2] = 2
     network: Network
     backbone: StoredFile
+    pretrained: StoredFile | None = Field(None, description="the network before its first task; often the backbone")
+    sums: StoredFile | None = Field(None, description="of the features of all tasks")
     lineage: Sha256 = Field(description="of all backbones up to this one")
     index_bytes: int = Field(ge=0)
     index_chain: Sha256 = Field(description="of the index's lines up to there")
@@ -194,8 +211,14 @@ def file_name(folder: str, stored: StoredFile) -> str:
 
 def files_of(record: TaskRecord) -> list[tuple[str, StoredFile]]:
     """A task's files, each with its folder."""
-    kept = [] if record.held_out is None else [(HELD_OUT, record.held_out)]
-    return [(TASKS, record.file), *kept]
+    kept = ((HELD_OUT, record.held_out), (FEATURES, record.features))
+    return [(TASKS, record.file), *((folder, stored) for folder, stored in kept if stored is not None)]
+
+
+def files_of_head(head: Head) -> list[tuple[str, StoredFile]]:
+    """The files that all tasks share, each with its folder."""
+    shared = ((BACKBONES, head.pretrained), (FEATURES, head.sums))
+    return [(BACKBONES, head.backbone), *((folder, stored) for folder, stored in shared if stored is not None)]
 
 
 def chained(chain: str, lines: Iterable[bytes]) -> str:

@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 
 from confitune.deploy.format import (
-    BACKBONES,
     BEFORE,
     EMPTY,
     FOLDERS,
@@ -32,6 +31,7 @@ from confitune.deploy.format import (
     Network,
     Removed,
     Renamed,
+    Replaced,
     StoredFile,
     TaskRecord,
     TensorFiles,
@@ -40,6 +40,7 @@ from confitune.deploy.format import (
     event_to_line,
     file_name,
     files_of,
+    files_of_head,
     head_from_bytes,
     head_to_bytes,
 )
@@ -75,13 +76,16 @@ class State:
     def needed(self) -> set[str]:
         """Names of the files that the bundle needs now."""
         names = {file_name(*file) for record in self.tasks.values() for file in files_of(record)}
-        return names if self.head is None else {*names, file_name(BACKBONES, self.head.backbone)}
+        return names if self.head is None else names | {file_name(*file) for file in files_of_head(self.head)}
 
     def happened(self, event: Event) -> list[str]:
-        """Take an event in; gives the names of files that a removed task had."""
+        """Take an event in; gives the names of files that a task had before."""
         if isinstance(event, Added):
             self._require_new(event.task)
             self.tasks[event.task] = event.record
+        elif isinstance(event, Replaced):
+            old, self.tasks[event.task] = self.tasks[event.task], event.record
+            return [file_name(*file) for file in files_of(old)]
         elif isinstance(event, Removed):
             gone = self.tasks.pop(event.task)
             self.accuracy.pop(event.task, None)
@@ -130,7 +134,7 @@ def read_head(path: Path) -> Head:
 
 
 def read_state(path: Path, files: TensorFiles) -> tuple[State, str | None]:
-    """What the bundle in a folder is; where head, index or backbone are damaged, what it was before the last change.
+    """What the bundle in a folder is; where head, index or what all tasks share is damaged, what it was before.
 
     Returns:
         The state, and what is damaged: None where it is the newest.
@@ -172,7 +176,7 @@ def _newest(path: Path, files: TensorFiles, head: Head) -> State:
 
 
 def _read(path: Path, files: TensorFiles, head: Head, before: Head | None = None) -> State:
-    """What the index tells up to where the head counts; checks the backbone."""
+    """What the index tells up to where the head counts; checks the files that all tasks share."""
     index = path / INDEX
     try:
         with open_plain(index) as handle:
@@ -194,9 +198,10 @@ def _read(path: Path, files: TensorFiles, head: Head, before: Head | None = None
             raise DamagedError(f"{where} is damaged: {error}; restore it from a copy") from error
         gone += removed if place >= start else []
         place += len(line)
-    files.check(BACKBONES, head.backbone)
+    for file in files_of_head(head):
+        files.check(*file)
     if before is not None:
-        gone.append(file_name(BACKBONES, before.backbone))
+        gone += [file_name(*file) for file in files_of_head(before)]
     state.kept = set(gone) - state.needed()
     return state
 
@@ -216,16 +221,16 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def commit(
-    path: Path, state: State, events: Sequence[Event], *, network: Network, backbone: StoredFile, lineage: str
+    path: Path, state: State, events: Sequence[Event], *, network: Network, lineage: str, **files: StoredFile | None
 ) -> None:
-    """Make the events true, on disk and in `state`, and keep what was before."""
+    """Make the events true, on disk and in `state`, and keep what was before; `files` are those of the head."""
     old, lines = state.head, [event_to_line(event) for event in events]
     start, chain = (0, EMPTY) if old is None else (old.index_bytes, old.index_chain)
     append_at(path / INDEX, start, b"".join(lines))
     head = Head(
         network=network,
-        backbone=backbone,
         lineage=lineage,
+        **files,  # type: ignore[arg-type]
         index_bytes=start + sum(map(len, lines)),
         index_chain=chained(chain, lines),
         versions=_versions(),
@@ -237,7 +242,7 @@ def commit(
     if old is None:
         return
     needed = state.needed()
-    kept = {*gone, file_name(BACKBONES, old.backbone)} - needed
+    kept = {*gone, *(file_name(*file) for file in files_of_head(old))} - needed
     try:
         write_head(path / BEFORE, old)
     except OSError as error:  # the change itself has been made, so it must not be said to have failed

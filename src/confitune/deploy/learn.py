@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Sequence
@@ -11,17 +12,18 @@ from pathlib import Path
 
 import torch
 from pydantic import Field
+from torch import nn
 
 from confitune.deploy.bundle import Bundle
-from confitune.deploy.fitting import measure_fit
 from confitune.deploy.folding import example_images
 from confitune.deploy.format import BundleError, MethodOptions, Network, TaskRecord, check_name, readable
 from confitune.deploy.held_out import Change, accuracy_on, check_earlier, keep_some, some_of
+from confitune.deploy.label_space import TaskFeatures, features_of
 from confitune.deploy.loading import new_network
 from confitune.engine import DivergedError, Executor, Listener, TaskFit, epochs_of, evaluate, place_task
 from confitune.engine.evaluation import right_answers
 from confitune.methods import METHODS, Method
-from confitune.nn import ContinualNet, create_backbone
+from confitune.nn import ContinualNet, create_backbone, headless
 from confitune.settings import NetworkSettings, TrainSettings
 from confitune.tasks import CROP, Progress, Task, load_folder_task
 
@@ -86,20 +88,22 @@ def learn(
     if Bundle.exists(bundle):
         opened = Bundle.open(bundle)
         _require_same_network(opened, settings)
-        net = None
+        net = pretrained = None
     else:
-        opened, net = _new_bundle(bundle, settings)
+        opened, net, pretrained = _new_bundle(bundle, settings)
     with opened.changing():
         opened.require_new(task)
-        if net is None or Bundle.exists(bundle):  # it may have been made meanwhile
-            net = opened.load_network()
+        if net is None or pretrained is None or Bundle.exists(bundle):  # it may have been made meanwhile
+            net, pretrained = opened.load_network(), opened.load_pretrained()
             _load_start(opened, net)
+        else:
+            opened.store_pretrained(pretrained)
         network, method = opened.network, opened.network.learner()
         images = load_folder_task(
             folder, task, mean=network.mean, std=network.std, size=network.size, cache_dir=cache_dir, progress=progress
         )
-        _check_classes(images.classes, folder)
-        training = _train_settings(settings, method)
+        check_classes(images.classes, folder)
+        training = train_settings(settings, method)
         listener = listener or Listener()
         listener.run_started(method.name, [task], epochs_of(images, training), 0)
         listener.task_started(0, task, 0)
@@ -113,9 +117,8 @@ def learn(
         earlier = [name for name, record in opened.tasks.items() if record.held_out is not None]
         chosen = some_of(earlier, settings.check, settings.seed, len(opened.tasks))
         changes = check_earlier(opened, net, chosen, images.preprocess, progress)
-        fit = measure_fit(net, images, training)
-        state = {**net.task_state_dict(task), **({} if fit is None else fit.state())}
-        stored = opened.store_task(state, images.classes)
+        features = task_features(net, pretrained, placed, training)
+        stored = opened.store_task(net.task_state_dict(task), images.classes)
         kept = keep_some(images.test, settings.keep, settings.seed) if settings.keep else None
         kept_file = None if kept is None else opened.store_held_out(kept)
         record = TaskRecord(
@@ -123,6 +126,7 @@ def learn(
             file=stored,
             held_out=kept_file,
             held_out_images=0 if kept is None else len(kept["labels"]),
+            features=opened.store_features(features),
             accuracy=accuracy,
             images=len(images.train),
             only_head=only_head,
@@ -147,6 +151,20 @@ def learn(
         held_out_bytes=kept_file.bytes if kept_file else 0,
         seconds=time.monotonic() - began,
     )
+
+
+def task_features(net: ContinualNet, pretrained: nn.Module, task: Task, settings: TrainSettings) -> TaskFeatures:
+    """What a bundle keeps of the features of a task's images."""
+    device = next(net.parameters()).device
+    plain = pretrained.to(device).to(memory_format=torch.channels_last).eval()
+    train, held_out = (features_of(plain, task, images, settings) for images in (task.train, task.test))
+    labels, held_out_labels = task.train.labels.cpu(), task.test.labels.cpu()
+    if net.tasks[task.name].owns == ("head",):
+        return TaskFeatures(train, labels, held_out, held_out_labels)
+    net.set_task(task.name)
+    with net.evaluating():
+        own = features_of(net.features, task, task.train, settings)
+    return TaskFeatures(train, labels, held_out, held_out_labels, own)
 
 
 def _load_start(bundle: Bundle, net: ContinualNet) -> None:
@@ -180,7 +198,8 @@ def _require_learned(net: ContinualNet, task: Task, settings: TrainSettings) -> 
         )
 
 
-def _check_classes(classes: Sequence[str], folder: Path) -> None:
+def check_classes(classes: Sequence[str], folder: Path) -> None:
+    """Refuse names that cannot be shown."""
     for name in classes:
         try:
             readable(name)
@@ -188,7 +207,7 @@ def _check_classes(classes: Sequence[str], folder: Path) -> None:
             raise BundleError(f"the name of the class folder {name!r} in {folder} is no text; rename it") from None
 
 
-def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualNet]:
+def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualNet, nn.Module]:
     _require_usable(settings.method)
     _require_of(settings.method, settings)
     with torch.random.fork_rng(devices=[]):
@@ -208,7 +227,8 @@ def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualN
         weights=backbone.weights,
         weights_sha256=backbone.weights_sha256,
     )
-    return Bundle(path, network), new_network(network, backbone.module)
+    pretrained = headless(copy.deepcopy(backbone.module))
+    return Bundle(path, network), new_network(network, backbone.module), pretrained
 
 
 def _require_usable(method: str) -> None:
@@ -239,6 +259,7 @@ def _require_same_network(bundle: Bundle, settings: LearnSettings) -> None:
         raise BundleError(f"{bundle.path} has its weights already; leave --weights out")
 
 
-def _train_settings(settings: LearnSettings, method: Method) -> TrainSettings:
+def train_settings(settings: LearnSettings, method: Method) -> TrainSettings:
+    """What is given, else what the method trains with on photos."""
     given = settings.model_fields_set & set(TrainSettings.model_fields)
     return TrainSettings(**method.training(True, settings.model_dump(include=given)))

@@ -23,12 +23,27 @@ def new_network(network: Network, backbone: nn.Module) -> ContinualNet:
 
 def load_network(network: Network, shared: Mapping[str, Tensor], size: int) -> ContinualNet:
     """The network with what all tasks share, from a file of `size` bytes; it is not built if those cannot hold it."""
-    needed = _least_bytes(network.model, size)
-    if needed > size:
-        raise BundleError(f"{size} bytes cannot be the weights of {network.model}: they take {needed}")
+    _require_room(network.model, size)
     net = new_network(network, build_model(network.model))
     net.load_shared_state_dict(shared)
     return net
+
+
+def load_pretrained(network: Network, state: Mapping[str, Tensor], size: int) -> nn.Module:
+    """The network that a bundle started from, without a classifier, from a file of `size` bytes."""
+    _require_room(network.model, size)
+    net = headless(build_model(network.model))
+    own = {key: tensor for key, tensor in net.state_dict().items() if not key.endswith("num_batches_tracked")}
+    if own.keys() != state.keys() or any(tensor.shape != state[key].shape for key, tensor in own.items()):
+        raise BundleError(f"these are not the weights of {network.model}")
+    net.load_state_dict(state, strict=False)
+    return net.eval()
+
+
+def _require_room(model: str, size: int) -> None:
+    needed = _least_bytes(model, size)
+    if needed > size:
+        raise BundleError(f"{size} bytes cannot be the weights of {model}: they take {needed}")
 
 
 def _least_bytes(model: str, size: int) -> int:

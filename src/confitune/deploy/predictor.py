@@ -15,19 +15,18 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from confitune.deploy.bundle import Bundle
-from confitune.deploy.fitting import Fit, layers_of, logits_and_distances
 from confitune.deploy.format import BundleError
 from confitune.engine import TrainSettings
 from confitune.errors import ConfituneError
+from confitune.methods.gaussian import Gaussians
 from confitune.nn import ContinualNet
 from confitune.tasks import (
     DataError,
     DataMissingError,
     Pipeline,
-    Preprocess,
     UnreadableImageError,
     is_image_name,
     open_rgb,
@@ -35,9 +34,7 @@ from confitune.tasks import (
 
 _log = logging.getLogger(__name__)
 MOST_PIXELS = 50_000_000  # of an image to predict: 7,000 pixels square
-MOST_GUESSED = 1000  # tasks that a guess may be among: each takes a forward pass
 _BATCH = 32  # files
-_NEVER = -1e9  # score of a task that gives no numbers
 
 
 @dataclass(frozen=True)
@@ -54,10 +51,11 @@ class TaskInfo:
 class Prediction:
     """The answer for one image."""
 
-    task: str | None  # None: no task fits well enough
+    task: str | None  # None: it looks like nothing that was learned
     task_confidence: float | None  # of a guessed task, 0 to 1; None where the task was given
-    classes: tuple[tuple[str, float], ...]  # best first, with probabilities; empty where the task is unknown
+    classes: tuple[tuple[str, float], ...]  # of the task, best first; of a guessed one they add up to its confidence
     version: str = ""  # of the bundle that answered
+    others: tuple[tuple[str, str, float], ...] = ()  # where the task was not given: classes of other tasks, best first
 
 
 class Predictor:
@@ -67,22 +65,23 @@ class Predictor:
         bundle: opened; what changes on disk later is seen after `renew`.
         device: 'auto', 'cpu', 'cuda', ...
         ready: how many tasks are kept in memory; others are read when they are asked for.
-        unknown_above: an image whose misfit to its best task is larger is of none; infinite: always guess one. A few in
-            a hundred of a task's own images are above two deviations, the default.
+        unknown: whether an image that looks like nothing that was learned is said to be unknown, at the price of one
+            in twenty that is not; else the likeliest class is named.
 
     Attributes:
         outdated: whether the bundle on disk is another one by now that cannot be used.
-        unreadable: tasks whose files were found damaged or gone. A guess leaves them out.
+        unreadable: tasks whose files were found damaged or gone. A guess asks the pre-trained network alone for them.
     """
 
-    def __init__(self, bundle: Bundle, *, device: str = "auto", ready: int = 256, unknown_above: float = 2.0) -> None:
+    def __init__(self, bundle: Bundle, *, device: str = "auto", ready: int = 256, unknown: bool = True) -> None:
         if ready < 1:
             raise BundleError(f"at least one task must be kept ready, got {ready}")
-        self.name, self.ready, self.unknown_above = bundle.path.name, ready, unknown_above
+        self.name, self.ready, self.unknown = bundle.path.name, ready, unknown
         self.device = TrainSettings(device=device).torch_device()
         self.outdated = False
         self._pipeline, self._lock = Pipeline(), threading.RLock()
-        self._loaded: OrderedDict[str, Fit | None] = OrderedDict()  # the one used last is the last
+        self._loaded: OrderedDict[str, None] = OrderedDict()  # the one used last is the last
+        self._pretrained: nn.Module | None = None  # once a task is to be guessed
         self._seen = bundle.stamp()
         self._take(bundle, self._load(bundle))
 
@@ -90,8 +89,7 @@ class Predictor:
         return bundle.load_network().to(self.device).to(memory_format=torch.channels_last).eval()
 
     def _take(self, bundle: Bundle, net: ContinualNet) -> None:
-        network, self.bundle, self._net = bundle.network, bundle, net
-        self.preprocess = Preprocess.of_cut(network.mean, network.std, network.size)
+        self.bundle, self._net, self.preprocess = bundle, net, bundle.network.preprocess()
         self.tasks: Mapping[str, TaskInfo] = MappingProxyType(
             {
                 name: TaskInfo(
@@ -102,7 +100,7 @@ class Predictor:
         )
         self.version = bundle.version
         self.unreadable: set[str] = set()
-        self._channels = [norm.num_features for norm in layers_of(net)]
+        self._space: Gaussians | None = None  # once a task is to be guessed
 
     def renew(self) -> None:
         """Become what the bundle is on disk now, whole; where that is damaged or gone, stay what this is.
@@ -123,7 +121,7 @@ class Predictor:
                         if task not in bundle.tasks or bundle.tasks[task].file != known[task].file:
                             self._drop(task)
                 else:
-                    net = self._load(bundle)
+                    net, self._pretrained = self._load(bundle), None
                     self._loaded.clear()
             except ConfituneError as error:
                 _log.warning("%s; answers are those of %s as it was opened", error, self.bundle.path)
@@ -178,7 +176,7 @@ class Predictor:
 
         Args:
             pixels: from `decode`, stacked.
-            tasks: of each image; None: guess it, see `guess`.
+            tasks: of each image; None: whatever it looks like most, of all tasks.
             top: so many classes, best first.
             among: the tasks that a guess may be one of; default: all.
         """
@@ -188,61 +186,80 @@ class Predictor:
                 if task is not None:
                     self.bundle.record(task)
             open_ones = [n for n, task in enumerate(tasks) if task is None]
-            guessed = dict(zip(open_ones, self.guess(pixels[open_ones], among), strict=True)) if open_ones else {}
-            chosen = [guessed[n][0] if n in guessed else task for n, task in enumerate(tasks)]
-            known = [n for n, task in enumerate(chosen) if task is not None]
-            logits = dict(zip(known, self.logits(pixels[known], [str(chosen[n]) for n in known]), strict=True))
+            known = [n for n, task in enumerate(tasks) if task is not None]
+            logits = dict(zip(known, self.logits(pixels[known], [str(tasks[n]) for n in known]), strict=True))
+            guessed = dict(zip(open_ones, self._guessed(pixels[open_ones], top, among), strict=True))
             return [
-                Prediction(
-                    task,
-                    guessed[n][1] if n in guessed else None,
-                    () if task is None else self._best(logits[n], task, top),
-                    self.version,
-                )
-                for n, task in enumerate(chosen)
+                guessed[n] if task is None else Prediction(task, None, self._best(logits[n], task, top), self.version)
+                for n, task in enumerate(tasks)
             ]
 
     @torch.no_grad()
-    def guess(self, pixels: Tensor, among: Sequence[str] | None = None) -> list[tuple[str | None, float]]:
-        """For each image the task that it fits best and how surely, or None where it fits none.
+    def _guessed(self, pixels: Tensor, top: int, among: Sequence[str] | None) -> list[Prediction]:
+        """Answers where the task is not given, in two passes however many tasks there are.
 
-        Takes one forward pass of the images for each task that it may be, at most `MOST_GUESSED`. Tasks are weighed by
-        how well the image fits their statistics (see `fitting.py`), and by how sure their heads are of their best
-        class.
+        The first goes through the pre-trained network and gives probabilities of all classes of all tasks. In the
+        second the networks of the leading tasks share out what their tasks have.
+        """
+        if not len(pixels):
+            return []
+        space, features = self._features(pixels)
+        for name in among or ():
+            self.bundle.record(name)
+        if among is not None and not set(among) & set(space.tasks):
+            raise BundleError(f"{self.bundle.path} keeps no features of any of these tasks: name one with --task")
+        probabilities = space.probabilities(features, among)
+        for task, images in enumerate(space.leading(probabilities).T):
+            name = space.tasks[task]
+            if images.any():
+                try:
+                    logits = self.logits(pixels[images], [name] * int(images.sum()))
+                except BundleError as error:
+                    _log.warning("%s. Its pre-trained features answer for task %r", error, name)
+                    continue
+                space.refine(probabilities, task, images, torch.stack(logits).double().softmax(1))
+        strange = space.unusual(features) > space.threshold
+        of_tasks, classes = space.of_tasks(probabilities), self._classes(space)
+        found = []
+        for n, row in enumerate(probabilities):
+            order = row.argsort(descending=True).tolist()
+            task = classes[order[0]][0]
+            shown = [(*classes[place], float(row[place])) for place in order]
+            found.append(
+                Prediction(
+                    None if self.unknown and strange[n] else task,
+                    min(float(of_tasks[n, space.tasks.index(task)]), 1.0),
+                    tuple((label, share) for owner, label, share in shown if owner == task)[:top],
+                    self.version,
+                    tuple(other for other in shown if other[0] != task)[:top],
+                )
+            )
+        return found
+
+    def guess(self, pixels: Tensor, among: Sequence[str] | None = None) -> list[tuple[str | None, float]]:
+        """For each image the task that it belongs to and how surely, or None where it looks like nothing learned.
 
         Args:
             among: the tasks that it may be one of; default: all of the bundle.
         """
         with self._lock:
-            names = list(self.tasks) if among is None else list(dict.fromkeys(among))
-            if not names:
-                raise BundleError(f"{self.bundle.path} has no task yet" if among is None else "a guess among no tasks")
-            if len(names) > MOST_GUESSED:
-                raise BundleError(too_many_to_guess(len(names)))
-            for name in names:
-                self.bundle.record(name)
-            x = self.preprocess(pixels.to(self.device))
-            scores, misfits = {}, []
-            for task in names:
-                try:
-                    self._make_ready([task])
-                except BundleError as error:
-                    _log.warning("%s. Images are not given to task %r", error, task)
-                    continue
-                fit = self._loaded[task]
-                logits, distances = logits_and_distances(self._net, x, task, fit.reference if fit is not None else None)
-                misfit = fit.misfit(distances.cpu()) if fit is not None else torch.zeros(len(x))
-                score = logits.float().log_softmax(1).max(1).values.cpu() - misfit
-                usable = score.isfinite()  # finite weights can overflow
-                scores[task] = score.where(usable, torch.tensor(_NEVER))
-                misfits.append(misfit.where(usable, torch.tensor(torch.inf)))
-            if not scores:
-                raise BundleError(f"no task of {self.bundle.path} can be read; see `confitune doctor`")
-            share, away, names = torch.stack(list(scores.values()), 1).softmax(1), torch.stack(misfits, 1), list(scores)
-            return [
-                (names[t] if float(away[n, t]) <= self.unknown_above else None, float(share[n, t]))
-                for n, t in enumerate(share.argmax(1).tolist())
-            ]
+            return [(found.task, found.task_confidence or 0.0) for found in self._guessed(pixels, 1, among)]
+
+    def _features(self, pixels: Tensor) -> tuple[Gaussians, Tensor]:
+        """The label space, and the features of images under the pre-trained network."""
+        if self._space is None:
+            self._space = self.bundle.label_space()
+        if self._pretrained is None:
+            net = self.bundle.load_pretrained()
+            self._pretrained = net.to(self.device).to(memory_format=torch.channels_last)
+        found: Tensor = self._pretrained(self.preprocess(pixels.to(self.device)))
+        if found.shape[1] != len(self._space.centre):
+            raise BundleError(f"{self.bundle.path} keeps features of another network: name the task")
+        return self._space, found.float().cpu()
+
+    def _classes(self, space: Gaussians) -> list[tuple[str, str]]:
+        """Task and name of every class of the label space."""
+        return [(task, label) for task in space.tasks for label in self.tasks[task].classes]
 
     def network_for(self, task: str) -> ContinualNet:
         """The network, with this task in it and current; whoever uses it must be the only one."""
@@ -261,12 +278,12 @@ class Predictor:
         for task in tasks:
             if task not in self._loaded:
                 try:
-                    state = self.bundle.load_task(self._net, task)
+                    self.bundle.load_task(self._net, task)
                 except BundleError:
                     self.unreadable.add(task)
                     raise
                 self.unreadable.discard(task)
-                self._loaded[task] = Fit.from_state(state, self._channels)
+                self._loaded[task] = None
             self._loaded.move_to_end(task)
         while len(self._loaded) > self.ready:
             self._drop(next(iter(self._loaded)))
@@ -274,18 +291,6 @@ class Predictor:
     def _drop(self, task: str) -> None:
         del self._loaded[task]
         self._net.drop_task(task)
-
-
-def too_many_to_guess(tasks: int) -> str:
-    """Why a task is not guessed, and what to do.
-
-    >>> too_many_to_guess(10_000)
-    'a guess among 10,000 tasks would take as many forward passes, more than 1,000: name the task, or fewer to guess among'
-    """  # noqa: E501
-    return (
-        f"a guess among {tasks:,} tasks would take as many forward passes, more than {MOST_GUESSED:,}: name the task, "
-        "or fewer to guess among"
-    )
 
 
 def _require_one_each(pixels: Tensor, tasks: Sequence[str | None]) -> None:

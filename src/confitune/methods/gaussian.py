@@ -10,7 +10,7 @@ images together (Ren et al., 2021).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -132,9 +132,13 @@ class Gaussians:
         """[N, C], log-likelihoods up to what all classes share."""
         return _unit(features) @ self.whiten @ self.means.T - self.means.square().sum(1) / 2
 
-    def probabilities(self, features: Tensor) -> Tensor:
-        """[N, C], of the classes of all tasks."""
-        return (self.logits(features) / self.temperature).softmax(1)
+    def probabilities(self, features: Tensor, among: Sequence[str] | None = None) -> Tensor:
+        """[N, C], of the classes of all tasks, or of those that it may be one of."""
+        logits = self.logits(features) / self.temperature
+        if among is not None:
+            asked = torch.tensor([name in among for name in self.tasks])
+            logits = logits.masked_fill(~asked[self.of_class], -math.inf)
+        return logits.softmax(1)
 
     def of_tasks(self, probabilities: Tensor) -> Tensor:
         """[N, T], of tasks."""

@@ -124,6 +124,7 @@ def load_folder_task(
     mean: Sequence[float],
     std: Sequence[float],
     size: int = CROP,
+    known: Sequence[str] = (),
     cache_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> Task:
@@ -135,10 +136,15 @@ def load_folder_task(
         mean: of the backbone's own preprocessing.
         std: likewise.
         size: of the network's input, in pixels; images are cut to 224 square ones first.
+        known: classes that the task has already; others of the folder come after them. One class is then enough, and
+            a folder of images alone is a class with the folder's name.
         cache_dir: as in `load_tasks`.
         progress: called as progress(what, done, total) while images are decoded.
     """
-    images = read_folder(folder.expanduser())
+    images = read_folder(folder.expanduser(), least=1 if known else 2)
+    classes = (*known, *(name for name in images.classes if name not in known))
+    places = np.array([classes.index(name) for name in images.classes])
+    images = replace(images, classes=classes, labels=places[images.labels])
     pixels = _pixels(_folder_label(folder), images, Pipeline(), cache_dir, progress)
     return _task(name, images, range(len(images.classes)), pixels, Preprocess.of_cut(mean, std, size))
 

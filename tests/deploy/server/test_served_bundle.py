@@ -36,15 +36,6 @@ def file(image, kind="PNG"):
     return out.getvalue()
 
 
-def test_a_guess_among_too_many_tasks_is_refused(client, pictures, monkeypatch):
-    monkeypatch.setattr("confitune.deploy.server.routes.MOST_GUESSED", 2)
-    sent = [("images", ("a", file(pictures("reds", 1)[0])))]
-    answer = client.post("/v1/predict", files=sent)
-    assert answer.status_code == 422
-    assert answer.json()["detail"].startswith("task: a guess among 3 tasks would take as many forward passes")
-    assert client.post("/v1/predict", files=sent, data={"task": "reds"}).status_code == 200
-
-
 def test_the_server_says_what_the_predictor_says(client, predictor, pictures):
     """Four clients at once, each with images of all tasks, given and not; batches mix them as they come."""
     images = {task: [file(image) for image in pictures(task, 4)] for task in TASKS}

@@ -17,17 +17,24 @@ class ClassScore(BaseModel):
     """A class and how probable it is."""
 
     name: str
-    probability: float = Field(description="0 to 1; a task's classes add up to 1")
+    probability: float = Field(description="0 to 1; those of a task add up to 1, or to the confidence in the task")
+
+
+class OtherScore(ClassScore):
+    """A class of another task."""
+
+    task: str
 
 
 class ImagePrediction(BaseModel):
     """What was found in one image."""
 
     image: str = Field(description="the file's name, as it was sent")
-    task: str | None = Field(description="the task whose classes these are; null if no task fits")
+    task: str | None = Field(description="null if the image looks like nothing that was learned")
     task_confidence: float | None = Field(description="of a guessed task, 0 to 1; null where the task was given")
-    unknown: bool = Field(description="true if no task fits well enough")
-    classes: list[ClassScore] = Field(description="best first; empty if no task fits")
+    unknown: bool = Field(description="true if the image looks like nothing that was learned")
+    classes: list[ClassScore] = Field(description="best first; if unknown, what it looks like most")
+    others: list[OtherScore] = Field(description="where the task was not given: classes of other tasks, best first")
     version: str = Field(description="of the model that answered: another one after every change of it")
 
 

@@ -14,11 +14,12 @@ from fastapi.responses import Response
 from starlette.datastructures import ImmutableMultiDict, UploadFile
 from starlette.requests import ClientDisconnect
 
-from confitune.deploy.predictor import MOST_GUESSED, Prediction, Predictor, too_many_to_guess
+from confitune.deploy.predictor import Prediction, Predictor
 from confitune.deploy.server.answers import (
     ERRORS,
     ClassScore,
     ImagePrediction,
+    OtherScore,
     PredictAnswer,
     TaskEntry,
     TasksAnswer,
@@ -174,8 +175,6 @@ def _tasks_of(fields: ImmutableMultiDict[str, Any], images: int, predictor: Pred
     for name in tasks:
         if name and name not in predictor.tasks:
             raise unknown_task(name)
-        if not name and len(predictor.tasks) > MOST_GUESSED:
-            raise Refusal(422, "bad-field", f"task: {too_many_to_guess(len(predictor.tasks))}")
     return [name or None for name in (tasks * images if len(tasks) == 1 else tasks)]
 
 
@@ -224,5 +223,6 @@ def _shown(name: str, prediction: Prediction, top: int) -> ImagePrediction:
         task_confidence=prediction.task_confidence,
         unknown=prediction.task is None,
         classes=[ClassScore(name=label, probability=p) for label, p in prediction.classes[:top]],
+        others=[OtherScore(task=task, name=label, probability=p) for task, label, p in prediction.others[:top]],
         version=prediction.version,
     )

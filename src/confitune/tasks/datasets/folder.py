@@ -22,16 +22,20 @@ LAYOUT = "it should hold train/ and test/ with one folder of images for each cla
 FOLDER = DatasetInfo("folder", tasks=None, classes_per_task=None, batch_size=32, epochs=10)
 
 
-def read_folder(path: Path) -> ImageSet:
-    """All images, class by class in sorted order, each class's files sorted by name."""
+def read_folder(path: Path, least: int = 2) -> ImageSet:
+    """All images, class by class in sorted order, each class's files sorted by name.
+
+    Args:
+        least: how many classes there must be; with 1, a folder of images alone is a class with the folder's name.
+    """
     if not os.path.isdir(path):  # also for a path that is too long, where pathlib raises
         raise DataMissingError(f"the folder {path} is not there; write folder:PATH with the path of your images")
     if not (folders_in(path / "train") and folders_in(path / "test")):
-        files, labels, classes = _class_folders(path, path)
+        files, labels, classes = _class_folders(path, path, least)
         train, test = stratified_split(labels, classes)
     else:
-        files, labels, classes = _class_folders(path, path / "train")
-        test_files, test_labels, test_classes = _class_folders(path, path / "test")
+        files, labels, classes = _class_folders(path, path / "train", least)
+        test_files, test_labels, test_classes = _class_folders(path, path / "test", least)
         for part, lacking in (("test", set(classes) - set(test_classes)), ("train", set(test_classes) - set(classes))):
             if lacking:
                 raise DataError(
@@ -43,11 +47,14 @@ def read_folder(path: Path) -> ImageSet:
     return ImageSet(tuple(classes), np.array(labels, dtype=np.int64), train, test, folder=path, files=tuple(files))
 
 
-def _class_folders(root: Path, path: Path) -> tuple[list[ImageFile], list[int], list[str]]:
+def _class_folders(root: Path, path: Path, least: int) -> tuple[list[ImageFile], list[int], list[str]]:
     """Files (named from `root`), labels and class names of the class folders in `path`."""
     classes = folders_in(path)
-    if len(classes) < 2:
-        raise DataError(f"{path} holds {len(classes)} class folders, two are the least; {LAYOUT}")
+    if least == 1 and not classes and (alone := images_below(path)):
+        return [ImageFile(file.relative_to(root).as_posix()) for file in alone], [0] * len(alone), [path.resolve().name]
+    if len(classes) < least:
+        few = "two are the least" if least == 2 else "one is the least"
+        raise DataError(f"{path} holds {len(classes)} class folders, {few}; {LAYOUT}")
     seen: dict[str, str] = {}
     for name in classes:
         if (other := seen.setdefault(name.casefold().strip(), name)) != name:

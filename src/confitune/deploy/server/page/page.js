@@ -79,24 +79,34 @@ const GONE = "Is it still running, and is this device still connected? It is sta
 
 function showPrediction(prediction, server, total) {
   const taken = `${server.toFixed(0)} ms on the server, ${total.toFixed(0)} ms in all`;
-  const parts = prediction.unknown ? unknownParts() : knownParts(prediction);
+  const parts = prediction.unknown ? unknownParts(prediction) : knownParts(prediction);
   result.classList.remove("waits");
   result.replaceChildren(...parts, element("p", { class: "took" }, taken));
 }
 
-function unknownParts() {
-  const tasks = choice.options.length - 1;
-  const words = tasks === 1 ? "The only task does not fit" : `None of the ${tasks} tasks fits`;
+function unknownParts(prediction) {
   return [
     element("p", { class: "best" }, "Unknown"),
-    element("p", { class: "by" }, `${words} this image well enough. Pick a task to see its classes anyway.`),
+    element("p", { class: "by" }, "It looks like nothing that was learned. What comes nearest:"),
+    scores(prediction),
   ];
 }
 
 function knownParts(prediction) {
   const guessed = prediction.task_confidence !== null;
   const how = guessed ? `, guessed with ${percent(prediction.task_confidence)} confidence` : ", as you chose";
-  const rows = prediction.classes.map(({ name, probability }) => {
+  return [
+    element("p", { class: "best" }, prediction.classes[0]?.name ?? "No class"),
+    element("p", { class: "by" }, "Task ", element("b", {}, prediction.task), how),
+    scores(prediction),
+  ];
+}
+
+// The most probable classes of all tasks; those of others say whose they are.
+function scores(prediction) {
+  const others = prediction.others.map(({ task, ...score }) => ({ ...score, name: `${score.name} (${task})` }));
+  const best = [...prediction.classes, ...others].sort((a, b) => b.probability - a.probability);
+  const rows = best.slice(0, prediction.classes.length).map(({ name, probability }) => {
     const bar = element("div", { class: "bar" });
     bar.style.width = `${100 * probability}%`;
     return element(
@@ -106,11 +116,7 @@ function knownParts(prediction) {
       element("div", { class: "track", "aria-hidden": "true" }, bar),
     );
   });
-  return [
-    element("p", { class: "best" }, prediction.classes[0]?.name ?? "No class"),
-    element("p", { class: "by" }, "Task ", element("b", {}, prediction.task), how),
-    element("ol", { class: "classes", "aria-label": "Classes, most probable first" }, ...rows),
-  ];
+  return element("ol", { class: "classes", "aria-label": "Classes, most probable first" }, ...rows);
 }
 
 // Asking

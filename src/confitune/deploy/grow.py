@@ -1,0 +1,157 @@
+"""Give a task more classes, more photos of classes it has, or fewer classes, without the photos it was learned from.
+
+What a task owns of the network stays as it is. Its head is fitted anew, to the features that were kept of its old
+photos and to those of the new ones: it is the head that all photos at once would have given.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from confitune.deploy.bundle import Bundle
+from confitune.deploy.format import BundleError, TaskRecord
+from confitune.deploy.held_out import Change, accuracy_on, joined, keep_some, of_classes
+from confitune.deploy.label_space import TaskFeatures
+from confitune.deploy.learn import LearnReport, LearnSettings, check_classes, task_features, train_settings
+from confitune.engine import evaluate, place_task
+from confitune.methods.linear import fit_linear, folds_of
+from confitune.nn import ContinualNet
+from confitune.tasks import Progress, load_folder_task
+
+
+def grow(
+    folder: Path,
+    task: str,
+    bundle: Path,
+    settings: LearnSettings | None = None,
+    *,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> LearnReport:
+    """Add the photos below `folder` to a task of the bundle: of new classes, or of classes that it has.
+
+    Nothing of the bundle changes before everything is written: a process that is killed leaves it as it was.
+
+    Args:
+        folder: one folder of images for each class, or images of one class, which is called like the folder.
+        task: its name.
+        bundle: the bundle's folder.
+        settings: of these seed, device, batch size and how many images to keep matter.
+        cache_dir: for decoded images, see `load_tasks`.
+        progress: called as progress(what, done, total) while images are decoded.
+    """
+    settings, began, opened = settings or LearnSettings(), time.monotonic(), Bundle.open(bundle)
+    with opened.changing():
+        record, network = opened.record(task), opened.network
+        net, old = opened.load_network([task]), _kept_features(opened, task)
+        images = load_folder_task(
+            folder,
+            task,
+            mean=network.mean,
+            std=network.std,
+            size=network.size,
+            known=record.classes,
+            cache_dir=cache_dir,
+            progress=progress,
+        )
+        check_classes(images.classes, folder)
+        classes, training = images.classes, train_settings(settings, network.learner())
+        placed = place_task(images, training.torch_device(), training.pixels)
+        net.to(training.torch_device())
+        features = old.joined(task_features(net, opened.load_pretrained(), placed, training)).as_kept(len(classes))
+        kept = opened.held_out(task)
+        before = None if kept is None else accuracy_on(net, task, kept, images.preprocess)
+        fitted = features.train if features.own is None else features.own
+        head = fit_linear(fitted, features.labels, len(classes), folds_of(features.labels, settings.seed))
+        _put_head(net, task, head.weight, head.bias, classes)
+        changes = []
+        if kept is not None:
+            after = accuracy_on(net, task, kept, images.preprocess)
+            changes.append(Change(f"{task}, earlier photos", before, after, len(kept["labels"])))
+        if settings.keep:
+            new = keep_some(images.test, settings.keep, settings.seed)
+            kept = new if kept is None else joined(kept, new)
+        accuracy = evaluate(net, images, training)
+        record = _replace(opened, task, net, classes, features, kept, len(images.train) + record.images)
+    return LearnReport(
+        task=task,
+        classes=classes,
+        accuracy=accuracy,
+        test_images=len(images.test),
+        changes=tuple(changes),
+        earlier=len(changes),
+        only_head=record.only_head,
+        numbers=net.storage()[task].beside_head,
+        bytes=record.file.bytes,
+        held_out_bytes=record.held_out.bytes if record.held_out else 0,
+        seconds=time.monotonic() - began,
+    )
+
+
+def remove_class(bundle: Bundle, task: str, name: str) -> None:
+    """Forget a class of a task; the others answer as before, among themselves. For use within `changing`."""
+    record = bundle.record(task)
+    if name not in record.classes:
+        raise BundleError(f"task {task!r} has no class {name!r}; it has {', '.join(record.classes)}")
+    if len(record.classes) == 2:
+        raise BundleError(f"two classes are the least: remove the task {task!r} instead")
+    features, net = _kept_features(bundle, task), bundle.load_network([task])
+    classes = tuple(other for other in record.classes if other != name)
+    places = {label: classes.index(other) for label, other in enumerate(record.classes) if other != name}
+    rows, state = torch.tensor(list(places)), net.task_state_dict(task)
+    _put_head(net, task, state["head.weight"][rows], state["head.bias"][rows], classes)
+    kept, images = bundle.held_out(task), features.only(places)
+    kept = None if kept is None else of_classes(kept, places)
+    _replace(bundle, task, net, classes, images, kept, record.images - len(features.labels) + len(images.labels))
+
+
+def _kept_features(bundle: Bundle, task: str) -> TaskFeatures:
+    """Of a task that can be changed: its own features are still what its network gives."""
+    method, features = bundle.network.learner(), bundle.features(task)
+    owned = {part.name for part in method.parts()}
+    if features is None or any(stage.trains - owned for stage in method.stages(10, 0)):
+        raise BundleError(
+            f"task {task!r} cannot be changed: {method.name} moves what tasks share, so the features that were kept of "
+            "its photos are not what the network gives now. Learn it anew, or into a bundle of `best`"
+        )
+    return features
+
+
+def _put_head(net: ContinualNet, task: str, weight: Tensor, bias: Tensor, classes: tuple[str, ...]) -> None:
+    state = {**net.task_state_dict(task), "head.weight": weight, "head.bias": bias}
+    net.load_task_state_dict(task, state, classes)
+
+
+def _replace(
+    bundle: Bundle,
+    task: str,
+    net: ContinualNet,
+    classes: tuple[str, ...],
+    features: TaskFeatures,
+    kept: dict[str, Tensor] | None,
+    images: int,
+) -> TaskRecord:
+    """Write what the task is now and commit it."""
+    old, checked = bundle.record(task), {}
+    accuracy = old.accuracy
+    if kept is not None and len(kept["labels"]):
+        accuracy = checked[task] = accuracy_on(net, task, kept, bundle.network.preprocess())
+    record = old.model_copy(
+        update={
+            "classes": classes,
+            "file": bundle.store_task(net.task_state_dict(task), classes),
+            "held_out": None if kept is None else bundle.store_held_out(kept),
+            "held_out_images": 0 if kept is None else len(kept["labels"]),
+            "features": bundle.store_features(features),
+            "accuracy": accuracy,
+            "images": images,
+            "learned": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+    )
+    bundle.replace_task(task, record, checked)
+    return record

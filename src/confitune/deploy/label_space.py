@@ -1,0 +1,174 @@
+"""What a bundle keeps of the features of its tasks' images, and the classes of all tasks in one space.
+
+Of each task: features of its training and held-out images under the pre-trained network, and of a task that owns more
+than a head also under its own state; a byte a number. Once for all tasks: the sums of those (`methods/gaussian.py`).
+They answer what no single task can: which of all classes is this, is it any of them, and what the head of a task would
+be with more photos or other classes. Photos cannot be seen in them, but they are made of photos: keep them as private.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from confitune.deploy.format import BundleError
+from confitune.engine import TrainSettings, batches
+from confitune.methods.gaussian import FeatureSums, Gaussians
+from confitune.tasks import Images, Task
+
+_CALIBRATED = 50  # tasks at most whose held-out images the classifier is tuned to
+_NEVER = 1e300
+_PARTS = ("train", "held_out", "own")
+
+
+@dataclass(frozen=True)
+class TaskFeatures:
+    """Features [N, F] of a task's images, as they are kept.
+
+    Attributes:
+        train: of the images that it was learned from, under the pre-trained network.
+        labels: of these.
+        held_out: of other images of it.
+        held_out_labels: of these.
+        own: of the training images under the task's own state; None where it owns only a head.
+    """
+
+    train: Tensor
+    labels: Tensor
+    held_out: Tensor
+    held_out_labels: Tensor
+    own: Tensor | None = None
+
+    def state(self) -> dict[str, Tensor]:
+        """As named tensors, a byte a number."""
+        state = {"labels": self.labels.int(), "held_out_labels": self.held_out_labels.int()}
+        for name in _PARTS:
+            features = getattr(self, name)
+            if features is not None:
+                scale = features.abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
+                state |= {name: (features / scale).round().to(torch.int8), f"{name}.scale": scale}
+        return state
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor], classes: int) -> TaskFeatures:
+        """What `state` gave, checked."""
+        try:
+            for name in _PARTS:  # checked first: a product of other shapes can take any amount of memory
+                if name in state and (state[name].dim() != 2 or state[f"{name}.scale"].shape != (len(state[name]), 1)):
+                    raise ValueError(f"{name} has no scale for each image")
+            found = {name: state[name].float() * state[f"{name}.scale"] for name in _PARTS if name in state}
+            labels, held_out = state["labels"].long(), state["held_out_labels"].long()
+            sizes = [(len(found["train"]), labels), (len(found["held_out"]), held_out)]
+            fits = all(of.shape == (images,) and bool(((of >= 0) & (of < classes)).all()) for images, of in sizes)
+            if not fits or found["train"].shape[1] != found["held_out"].shape[1]:
+                raise ValueError("labels do not fit features")
+            if "own" in found and found["own"].shape != found["train"].shape:
+                raise ValueError("not all images have features")
+        except (KeyError, ValueError, RuntimeError, TypeError) as error:
+            raise BundleError(f"the features of a task are not what a bundle keeps: {error}") from error
+        return cls(found["train"], labels, found["held_out"], held_out, found.get("own"))
+
+    def as_kept(self, classes: int) -> TaskFeatures:
+        """With the numbers that come back from a file: sums of these can be taken back."""
+        return TaskFeatures.from_state(self.state(), classes)
+
+    def only(self, kept: Mapping[int, int]) -> TaskFeatures:
+        """The images of some classes; `kept` gives their new labels by the old ones."""
+
+        def some(labels: Tensor) -> tuple[Tensor, Tensor]:
+            mine = torch.isin(labels, torch.tensor(list(kept)))
+            return mine, torch.tensor([kept[label] for label in labels[mine].tolist()], dtype=torch.int64)
+
+        (train, labels), (held_out, held_out_labels) = some(self.labels), some(self.held_out_labels)
+        own = None if self.own is None else self.own[train]
+        return TaskFeatures(self.train[train], labels, self.held_out[held_out], held_out_labels, own)
+
+    def joined(self, other: TaskFeatures) -> TaskFeatures:
+        """The images of both."""
+        return TaskFeatures(
+            torch.cat([self.train, other.train]),
+            torch.cat([self.labels, other.labels]),
+            torch.cat([self.held_out, other.held_out]),
+            torch.cat([self.held_out_labels, other.held_out_labels]),
+            None if self.own is None or other.own is None else torch.cat([self.own, other.own]),
+        )
+
+
+@torch.no_grad()
+def features_of(network: Callable[[Tensor], Tensor], task: Task, images: Images, settings: TrainSettings) -> Tensor:
+    """What a network in evaluation mode makes of a task's images, on the CPU."""
+    device = settings.torch_device()
+    found = [network(task.inputs(pixels)).float().cpu() for pixels, _ in batches(images, settings.batch_size, device)]
+    return torch.cat(found)
+
+
+# ---- the sums of all tasks, as a file --------------------------------------------------------------------------------
+
+
+def space_state(sums: FeatureSums, chosen: Gaussians) -> dict[str, Tensor]:
+    """Sums and what was chosen for them as named tensors; a task's are named by the key that they have there."""
+    upper = torch.triu_indices(*sums.second.shape)
+    state = {f"{key}.counts": counts for key, counts in sums.counts.items()}
+    state |= {f"{key}.sums": of_classes for key, of_classes in sums.sums.items()}
+    state["second"] = sums.second[upper[0], upper[1]]
+    threshold = min(chosen.threshold, _NEVER)  # files hold finite numbers only
+    state["chosen"] = torch.tensor([chosen.ridge, chosen.temperature, threshold], dtype=torch.float64)
+    return state
+
+
+def with_task(sums: FeatureSums | None, key: str, features: TaskFeatures, classes: int) -> FeatureSums:
+    """Sums with those of a task more."""
+    sums = sums or FeatureSums.of(features.train.shape[1])
+    if features.train.shape[1] != len(sums.second):
+        raise BundleError("its features are those of another network")
+    return sums.plus(key, features.train, features.labels, classes)
+
+
+def sums_from_state(state: Mapping[str, Tensor], classes: Mapping[str, int]) -> FeatureSums:
+    """The sums of tasks, given by their keys with how many classes each has; those that are not there are left out."""
+    classes = {key: number for key, number in classes.items() if f"{key}.counts" in state}
+    try:
+        packed = state["second"].double()
+        size = int((2 * packed.numel() + 0.25) ** 0.5)
+        upper = torch.triu_indices(size, size)
+        second = torch.zeros(size, size, dtype=torch.float64)
+        second[upper[0], upper[1]] = packed
+        second.T[upper[0], upper[1]] = packed
+        counts = {key: state[f"{key}.counts"].double() for key in classes}
+        sums = {key: state[f"{key}.sums"].double() for key in classes}
+        for key, number in classes.items():
+            if counts[key].shape != (number,) or sums[key].shape != (number, size):
+                raise ValueError(f"{number} classes have sums {list(sums[key].shape)}")
+    except (KeyError, ValueError, RuntimeError, IndexError) as error:
+        raise BundleError(f"the sums of features are not what a bundle keeps: {error}") from error
+    return FeatureSums(second, counts, sums)
+
+
+def chosen_from_state(sums: FeatureSums, state: Mapping[str, Tensor], names: Mapping[str, str]) -> Gaussians:
+    """The classifier over all classes, as it was calibrated; tasks are called by their names."""
+    try:
+        ridge, temperature, threshold = state["chosen"].tolist()
+        found = sums.gaussians(ridge)
+    except (KeyError, ValueError, RuntimeError) as error:  # no covariance has such sums
+        raise BundleError(f"the sums of features make no classifier: {error}") from error
+    tasks = tuple(names[key] for key in found.tasks)
+    return replace(found, tasks=tasks, temperature=temperature, threshold=threshold)
+
+
+def calibrate(sums: FeatureSums, features: Callable[[str], TaskFeatures]) -> Gaussians:
+    """The classifier, tuned to held-out images of the tasks, or of some where they are many."""
+    keys, first, found = list(sums.counts), 0, []
+    some = set(random.Random(len(keys)).sample(keys, min(len(keys), _CALIBRATED)))
+    for key in keys:
+        with suppress(BundleError):  # a damaged task says nothing
+            if key in some:
+                of_task = features(key)
+                found.append((of_task.held_out, first + of_task.held_out_labels))
+        first += len(sums.counts[key])
+    images, labels = zip(*found, strict=True) if found else ([torch.empty(0, len(sums.second))], [torch.empty(0)])
+    return sums.calibrated(torch.cat(images), torch.cat(labels))
