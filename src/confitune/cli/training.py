@@ -85,7 +85,7 @@ def _place(console: Console, asked: dict[str, Any]) -> AbstractContextManager[Pl
 
 
 @app.command(name="run", cls=SettingsCommand)
-@with_settings(*_SETTINGS)
+@with_settings(*_SETTINGS, "scenario")
 def run_command(
     recipe: RecipeFile = None,
     method: Annotated[
