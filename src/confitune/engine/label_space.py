@@ -116,7 +116,8 @@ class LabelSpace:
 
     def _add(self, task: Task) -> None:
         features, labels = self._features(task, task.train), task.train.labels.cpu()
-        whole, fewer = self._sums or 2 * (FeatureSums.of(features.shape[1]),)
+        nothing = FeatureSums.of(features.shape[1])
+        whole, fewer = self._sums or (nothing, nothing)
         stay, held = hold_out(labels, _HELD, derived_generator(self.settings.seed, "not in sums"))
         self._held.append(features[held])
         self._held_labels.append(labels[held] + sum(map(len, whole.counts.values())))
@@ -130,12 +131,7 @@ class LabelSpace:
         return torch.cat([found.float() for found, _ in outputs(self._backbone, task, images, self.settings)]).cpu()
 
     def _ask(
-        self,
-        net: ContinualNet,
-        tasks: Sequence[Task],
-        gaussians: Gaussians,
-        probabilities: Tensor,
-        listener: Listener,
+        self, net: ContinualNet, tasks: Sequence[Task], gaussians: Gaussians, probabilities: Tensor, listener: Listener
     ) -> None:
         """Put in what the leading tasks say; each is asked once, about the images of all."""
         sizes, leading = [len(task.test) for task in tasks], gaussians.leading(probabilities)
