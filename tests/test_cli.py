@@ -147,6 +147,42 @@ def test_a_run_prints_its_tasks_and_the_table(confitune, tiny, tmp_path):
     assert f"Everything is in {out}; the picture to look at first: {out / 'digits' / 'overview.png'}" in said.out
 
 
+def test_the_task_of_test_images_may_not_be_given(confitune, tiny, tmp_path):
+    """Side by side or alone, and the tables say so."""
+    methods = ["--method", "bn-only", "--method", "lda", "--method", "joint"]
+    found = []
+    for folder, parallel in (("alone", 1), ("beside", 2)):
+        out = tmp_path / folder
+        said = confitune(
+            "run", *tiny, *methods, "--scenario", "class", "--seeds", 2, "--parallel-seeds", parallel, "--out", out
+        )
+        assert said.code == 0
+        assert "digits: 2 tasks, class-incremental (task not given), test_byobnet, 2 seed(s)" in said.out
+        results = [RunResult.load(path) for path in sorted(out.rglob("result.json"))]
+        assert {result.config["scenario"] for result in results} == {"class"}
+        found.append([(result.method, result.seed, result.accuracy_matrix) for result in results])
+        for page in ("summary.md", "report.html"):
+            confitune("report", out)
+            assert "class-incremental (task not given)" in (out / page).read_text()
+    assert len(found[0]) == 6
+    assert found[0] == found[1]
+    assert "**digits, class-incremental (task not given)**" in confitune("compare", out).out
+
+
+@pytest.mark.parametrize(
+    ("method", "scenario", "message"),
+    [
+        ("single-task", "class", "keeps none of the earlier ones to ask"),
+        ("lda", "domain", "scenario=domain needs the same classes in every task"),
+    ],
+)
+def test_what_a_scenario_is_not_for_is_refused_before_anything_is_trained(
+    confitune, tiny, tmp_path, no_runs, method, scenario, message
+):
+    methods = ["--method", "finetune", "--method", method]
+    assert message in refused(confitune("run", *tiny, *methods, "--scenario", scenario, "--out", tmp_path / "out"))
+
+
 def test_the_default_network_with_the_weights_that_are_installed(confitune, tmp_path):
     out = tmp_path / "out"
     options = ["--dataset", "photos", "--tasks", 2, "--epochs", 2, "--method", "confit"]

@@ -31,6 +31,7 @@ def _readable(value: Any) -> Any:
 
 Name = Annotated[str, AfterValidator(_readable)]
 Folder = Annotated[Path, AfterValidator(_readable)]
+Scenario = Literal["task", "class", "domain"]
 
 
 class DataSettings(BaseModel):
@@ -54,6 +55,11 @@ class DataSettings(BaseModel):
     classes_per_task: int | None = Field(None, ge=2, description="in every part of the dataset; default: the dataset's")
     held_out: float | None = Field(
         None, gt=0, lt=1, description="test on this share of the training images instead, to choose options by"
+    )
+    scenario: Scenario = Field(
+        "task",
+        description="task: the task of a test image is given; class: it is not, all classes learned so far compete; "
+        "domain: nor is it, and every task has the same classes, in images of another kind",
     )
     pipeline: Literal["clean", "published"] = Field(
         "clean", description="how images are prepared; published: as the paper's code did, for the paper's datasets"

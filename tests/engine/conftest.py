@@ -9,6 +9,7 @@ from confitune.engine import Executor, SequenceRun, TaskFit, TrainSettings, plac
 from confitune.methods import Method, create_method
 from confitune.tasks import Images, Preprocess, Task, TaskSequence
 
+_OF_RUN = ("checkpoint_epochs", "checkpoint_seconds", "weights", "scenario", "pretrained")
 PREPROCESS = Preprocess((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 
 
@@ -91,9 +92,7 @@ def make_run(sequence):
     def make(method="confit", *, listeners=(), folder=None, net=None, tasks=sequence, config=None, **options):
         of_method = {key: options.pop(key) for key in ("means", "statistics") if key in options}
         dropout = options.pop("dropout", 0.0)
-        of_run = {"checkpoint_seconds": 0} | {
-            key: options.pop(key) for key in ("checkpoint_epochs", "checkpoint_seconds", "weights") if key in options
-        }
+        of_run = {"checkpoint_seconds": 0} | {key: options.pop(key) for key in _OF_RUN if key in options}
         settings = TrainSettings(**{"epochs": 3, "batch_size": 8, "lr": 0.05, "device": "cpu", **options})
         method = _method(method, **of_method)
         net = net or method.network(_backbone(dropout))

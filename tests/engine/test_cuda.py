@@ -37,6 +37,7 @@ CASES = {
     "single-task": {"method": "single-task"},
     "bn-only": {"method": "bn-only"},
     "linear-probe": {"method": "linear-probe"},
+    "class-incremental": {"method": "bn-only", "scenario": "class"},
     "momentum": {"method": "confit", "momentum": 0.9, "lr": 0.01},
     "adam": {"method": "confit", "optimizer": "adam", "lr": 0.003},
     "cosine": {"method": "finetune", "lr_schedule": "cosine"},

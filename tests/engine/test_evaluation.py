@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from confitune.engine import TrainSettings, evaluate, fit
-from confitune.engine.evaluation import evaluate_groups
+from confitune.engine.evaluation import evaluate_joined
 from confitune.tasks import Images
 
 SETTINGS = TrainSettings(epochs=5, batch_size=8, lr=0.05, device="cpu")
@@ -61,7 +61,7 @@ def test_accuracy_of_merged_tasks_is_measured_within_each(make_net, sequence):
     (joint,) = sequence.joined()
     net = make_net("finetune")
     fit(net, joint, "joint", SETTINGS)
-    found = evaluate_groups(net, joint, SETTINGS)
+    found = evaluate_joined(net, joint, sequence.tasks, SETTINGS)
     net.eval()
     expected = []
     for task, (first, stop) in zip(sequence, joint.groups, strict=True):

@@ -36,6 +36,11 @@ def test_defaults_are_left_out():
     assert identity(**made, **given) == identity(**made)
 
 
+def test_whether_the_task_is_given_is_written_where_it_is_not():
+    assert identity(scenario="task") == identity()
+    assert identity(scenario="class") == {**identity(), "scenario": "class"}
+
+
 def test_what_the_dataset_or_the_method_chooses_is_written():
     assert (identity(dataset="digits")["epochs"], identity(dataset="digits")["batch_size"]) == (5, 16)
     ccll = identity("ccll", dataset="digits")

@@ -53,9 +53,9 @@ def test_the_numbers_that_are_known(reports):
     assert found["ccll"] - found["task-bn"] == (9 + 1 + 4) * 4_800  # its 3x3 convolutions, gates and their norms
 
 
-def test_two_methods_keep_the_pretrained_batch_norms_once(reports):
+def test_two_methods_keep_the_pretrained_batch_norms_once_and_lda_second_moments(reports):
     kept = {name: report.numbers_once for name, report in reports.items() if name not in ADDED and report.numbers_once}
-    assert kept == {"best": 4 * 4_800, "ccll": 4 * 4_800}
+    assert kept == {"best": 4 * 4_800, "ccll": 4 * 4_800, "lda": 512**2}
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,7 @@ def test_what_tasks_share(reports):
         "first-session": "convolutions",
         "lora": "convolutions, frozen",
         "linear-probe": "the backbone, frozen",
+        "lda": "the backbone, frozen",
         "single-task": "nothing",
         "joint": "the backbone",
         "ccll": "convolutions",

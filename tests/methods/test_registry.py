@@ -26,7 +26,7 @@ def stages(method):
 def test_every_method_is_described():
     ours = {name: kind for name, kind in METHODS.items() if kind.__module__.startswith("confitune.methods.")}
     assert set(ours) == {
-        *("finetune", "linear-probe", "single-task", "joint", "bn-only", "task-bn", "first-session", "lora"),
+        *("finetune", "linear-probe", "single-task", "joint", "bn-only", "task-bn", "first-session", "lora", "lda"),
         *("confit", "hierarchical", "finetune-xconv", "best", "ccll"),
         *ADDED,
     }

@@ -57,6 +57,12 @@ def test_joined_tells_classes_of_the_same_name_apart() -> None:
     assert two_tasks(names=("a", "b", "c")).joined()[0].classes == ("one:a", "one:b", "two:a", "two:b", "two:c")
 
 
+def test_joined_by_name_has_one_class_of_each_name_and_no_groups() -> None:
+    whole = two_tasks(names=("b", "c", "a")).joined(by_name=True)[0]
+    assert (whole.classes, whole.groups) == (("a", "b", "c"), ())
+    assert whole.train.labels.tolist() == [0, 1, 1, 2, 0]
+
+
 def test_what_cannot_be_joined_is_explained() -> None:
     with pytest.raises(DataError, match="stored or preprocessed differently"):
         two_tasks(second_block=pixels(0, 3, side=4)).joined()

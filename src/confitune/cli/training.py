@@ -85,7 +85,7 @@ def _place(console: Console, asked: dict[str, Any]) -> AbstractContextManager[Pl
 
 
 @app.command(name="run", cls=SettingsCommand)
-@with_settings(*_SETTINGS)
+@with_settings(*_SETTINGS, "scenario")
 def run_command(
     recipe: RecipeFile = None,
     method: Annotated[
@@ -108,6 +108,9 @@ def run_command(
     Without options: patches of 20 photographs, 5 tasks, EfficientNet-Lite0, fine-tuning against ConFiT; offline, under
     3 minutes on 2 cores. Options given here win over those in the recipe.
 
+    Accuracy is measured with the task of each test image given, or without it (--scenario): then features of the
+    pre-trained network say which tasks it may be of, and these tasks' own heads which class.
+
     [bold]Examples[/bold]
 
       confitune run
@@ -117,6 +120,8 @@ def run_command(
       confitune run recipes/flowers102.yaml --out runs/flowers --resume
 
       confitune run --dataset photos:1-2+digits:1+photos:3-5  [dim]# a task from elsewhere in between[/dim]
+
+      confitune run --scenario class --method best --method lda --method joint  [dim]# which task is not given[/dim]
 
       confitune run --method ewc --set ewc.strength=3000 --set weight_decay=1e-4
 

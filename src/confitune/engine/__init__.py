@@ -5,6 +5,7 @@ from confitune.engine.checkpoint import BEFORE, CHECKPOINT, Checkpoint, require_
 from confitune.engine.evaluation import evaluate
 from confitune.engine.events import EpochEnd, Listener
 from confitune.engine.feed import batches, place, place_task
+from confitune.engine.label_space import LabelSpace, require_scenario
 from confitune.engine.logs import CsvLog, TensorBoardLog
 from confitune.engine.parallel import Turns
 from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
@@ -21,6 +22,7 @@ __all__ = [
     "DivergedError",
     "EpochEnd",
     "Executor",
+    "LabelSpace",
     "Listener",
     "LiveProgress",
     "RunResult",
@@ -41,6 +43,7 @@ __all__ = [
     "place_task",
     "progress_board",
     "require_same_config",
+    "require_scenario",
     "steps_of",
     "summary_of",
     "versions",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
 
 from confitune.engine.events import Listener
 from confitune.engine.feed import batches
@@ -25,12 +26,10 @@ def evaluate(
     return 100.0 * right.double().mean().item()
 
 
-def evaluate_groups(net: ContinualNet, task: Task, settings: TrainSettings) -> list[float]:
-    """Accuracy in percent of each task that was merged into `task` for joint training."""
-    right = right_answers(net, task, settings).cpu()
-    labels = task.test.labels.cpu()
-    within = [(labels >= first) & (labels < stop) for first, stop in task.groups]
-    return [100.0 * right[mask].double().mean().item() for mask in within]
+def evaluate_joined(net: ContinualNet, whole: Task, tasks: Sequence[Task], settings: TrainSettings) -> list[float]:
+    """Accuracy in percent of each of the tasks that were joined in `whole`, whose test images are theirs in order."""
+    right = right_answers(net, whole, settings).double().split([len(task.test) for task in tasks])
+    return [100.0 * mine.mean().item() for mine in right]
 
 
 def evaluate_all(
@@ -48,18 +47,28 @@ def evaluate_all(
     return [100.0 * share for share in shares.tolist()]
 
 
-@torch.no_grad()
 def right_answers(net: ContinualNet, task: Task, settings: TrainSettings, images: Images | None = None) -> Tensor:
     """For each image (default: of the task's test set) whether it is answered rightly, on the network's device."""
-    was_training = net.training
-    net.eval()
-    net.prepare(task.name)
-    device, images = next(net.parameters()).device, images or task.test
-    right = []
+    with net.evaluating():
+        net.prepare(task.name)
+        answers = outputs(net, task, images or task.test, settings)
+        return torch.cat([count_right(logits, labels, task.groups) for logits, labels in answers])
+
+
+@torch.no_grad()
+def outputs(
+    network: nn.Module, task: Task, images: Images, settings: TrainSettings, size: tuple[int, int] | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a network, as it is, makes of images that are prepared as the task's are; batch by batch, with their labels.
+
+    Args:
+        size: that the network takes, if it is another one than that of the task's images.
+    """
+    device = next(network.parameters()).device
     for pixels, labels in batches(images, settings.eval_batch_size, device):
         x = task.inputs(pixels)  # in float32, whatever the network runs in
+        if size not in (None, (x.shape[2], x.shape[3])):
+            x = interpolate(x, size=size, mode="bilinear", antialias=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16(device)):
-            logits = net(x)
-        right.append(count_right(logits, labels, task.groups))
-    net.train(was_training)
-    return torch.cat(right)
+            found = network(x)
+        yield found, labels

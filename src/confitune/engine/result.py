@@ -45,6 +45,7 @@ class _Shown(TypedDict, total=False):
 
     model: str
     pipeline: str
+    scenario: str
     held_out: Annotated[float, Field(gt=0, lt=1)] | None
     means: str | None
     statistics: str | None

@@ -13,18 +13,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from confitune.engine.capture import Executor
 from confitune.engine.checkpoint import Checkpoint
-from confitune.engine.evaluation import evaluate_all, evaluate_groups, right_answers
+from confitune.engine.evaluation import evaluate_all, evaluate_joined, right_answers
 from confitune.engine.events import EpochEnd, Listener, Listeners
+from confitune.engine.label_space import LabelSpace, require_scenario
 from confitune.engine.result import RunResult, command_line, device_name, summary_of, versions
 from confitune.engine.training import TaskFit, epochs_of
 from confitune.errors import ConfituneError
 from confitune.methods import Method
 from confitune.nn import ContinualNet, state_sha256
-from confitune.settings import TrainSettings
+from confitune.settings import Scenario, TrainSettings
 from confitune.tasks import Task, TaskSequence
 
 
@@ -34,6 +35,8 @@ class SequenceRun:
     Args:
         net: a fresh network with the method's parts; it is trained in place.
         sequence: its pixels where they are to lie, see `place`.
+        scenario: whether the task of a test image is given, see `LabelSpace` for where it is not.
+        pretrained: the backbone without the method's parts, for features; default: with those of a fresh network.
         folder: where checkpoints go; None keeps none.
         config: what identifies the computation, for `resume` to compare.
         checkpoint_seconds: a checkpoint is written after a task or an epoch when the last one is this old.
@@ -48,6 +51,8 @@ class SequenceRun:
         method: Method,
         settings: TrainSettings,
         *,
+        scenario: Scenario = "task",
+        pretrained: nn.Module | None = None,
         folder: Path | None = None,
         config: dict[str, Any] | None = None,
         listeners: tuple[Listener, ...] = (),
@@ -56,9 +61,10 @@ class SequenceRun:
         weights: str = "",
         command: str | None = None,
     ) -> None:
-        self.net, self.method, self.settings = net, method, settings
+        require_scenario(scenario, method, sequence)
+        self.net, self.method, self.settings, self.scenario = net, method, settings, scenario
         self.original = sequence
-        self.sequence = sequence.joined() if method.joint else sequence
+        self.sequence = sequence.joined(by_name=scenario != "task") if method.joint else sequence
         self.folder = folder
         self.config = config or {}
         self.checkpoint_seconds, self.checkpoint_epochs = checkpoint_seconds, checkpoint_epochs
@@ -75,6 +81,8 @@ class SequenceRun:
         self._saved_fit: dict[str, Any] | None = None
         self._executor = Executor(net, settings, self.listener)
         self.device = self._executor.device
+        without_task = scenario != "task" and not method.joint
+        self._space = LabelSpace(pretrained or net, settings) if without_task or method.sums_only else None
         self._checkpointed_at = 0.0
 
     def resume(self) -> bool:
@@ -151,7 +159,7 @@ class SequenceRun:
             self._checkpoint(None)
 
     def _after_epoch(self, fit: TaskFit) -> None:
-        if fit.epoch == fit.epochs and self.net.observer.tracks:
+        if fit.epoch == fit.epochs and self.net.observer.tracks and self.scenario == "task":
             self._just_learned = right_answers(self.net, self.sequence[fit.index], self.settings).double().mean()
         if fit.epoch % self.checkpoint_epochs == 0 and fit.epoch < fit.epochs and self._checkpoint_due():
             fit.report()  # what is in the checkpoint must be finite, and in the logs
@@ -166,7 +174,16 @@ class SequenceRun:
 
     def _evaluate(self, index: int) -> None:
         if self.method.joint:
-            self.matrix[:, -1] = evaluate_groups(self.net, self.sequence[0], self.settings)
+            self.matrix[:, -1] = evaluate_joined(self.net, self.sequence[0], self.original.tasks, self.settings)
+            return
+        if self._space is not None:
+            self.matrix[: index + 1, index] = self._space.accuracies(
+                self.net,
+                self.sequence.tasks[: index + 1],
+                given=self.scenario == "task",
+                asks=not self.method.sums_only,
+                listener=self.listener,
+            )
             return
         first = 0
         if self.method.separate and index:

@@ -30,6 +30,7 @@ from confitune.engine import (
     Turns,
     library_switches,
     place,
+    require_scenario,
     steps_of,
 )
 from confitune.errors import ConfituneError
@@ -147,8 +148,10 @@ class Loaded:
             )
         device = recipe.torch_device()
         sequence = recipe.load_tasks(backbone.mean, backbone.std, progress)
-        if any(recipe.method(name).joint for name in recipe.methods):
-            sequence.require_joinable()  # now, not after the methods that do without have been trained
+        for method in map(recipe.method, recipe.methods):  # now, not after others have been trained
+            require_scenario(recipe.scenario, method, sequence)
+            if method.joint:
+                sequence.require_joinable()
         _require_taken(backbone, sequence)
         return cls(backbone, place(sequence, device, recipe.pixels))
 
@@ -210,6 +213,8 @@ def _trained(job: Job, loaded: Loaded, progress: Listener, turn: Listener) -> Ru
         loaded.sequence,
         method,
         settings,
+        scenario=job.recipe.scenario,
+        pretrained=loaded.backbone.module,
         folder=folder,
         config=job.config,
         listeners=(progress, CsvLog(folder), TensorBoardLog(folder), *watching, turn),

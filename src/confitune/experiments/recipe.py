@@ -66,7 +66,7 @@ class Recipe(DataSettings, NetworkSettings, TrainSettings):
             std: likewise.
             progress: is told how many images are decoded.
         """
-        cut = self.model_dump(include=set(DataSettings.model_fields) - {"dataset", "held_out"})
+        cut = self.model_dump(include=set(DataSettings.model_fields) - {"dataset", "held_out", "scenario"})
         sequence = load_tasks(self.dataset, mean=mean, std=std, progress=progress, **cut)
         return sequence if self.held_out is None else sequence.validating(self.held_out, self.order_seed)
 

@@ -93,7 +93,8 @@ def overview_of(dataset: str, found: Runs) -> Figure | None:
         for label, results in zip(_labels(found), found.values(), strict=True)
     }
     sequential = {name: stack for name, stack in measured.items() if not np.isnan(stack[:, 0, 0]).any()}
-    title = f"{dataset}, {filled(next(iter(found.values()))[0].config)['model']}"
+    config = filled(next(iter(found.values()))[0].config)
+    title = ", ".join([dataset, *_scenarios([config]), config["model"]])
     return overview_figure(sequential, title=title) if sequential else None
 
 
@@ -109,7 +110,8 @@ def summary_table(results: Sequence[RunResult]) -> Table:
     for result in results:
         methods[result.method].append(result)
     first, seeds = results[0], max(map(len, methods.values()))
-    about = f"{len(first.accuracy_matrix)} tasks, {filled(first.config)['model']}, {seeds} seed(s)"
+    config, tasks = filled(first.config), f"{len(first.accuracy_matrix)} tasks"
+    about = ", ".join([tasks, *_scenarios([config]), config["model"], f"{seeds} seed(s)"])
     return terminal_table(
         ["method", *USUAL, "seconds"],
         result_rows(best_first(methods), [*USUAL, "seconds"]),
@@ -167,11 +169,18 @@ def details(methods: Runs) -> str:
     words = [config["model"], f"{max(len(runs[0].tasks) for runs in methods.values())} tasks"]
     if config["pipeline"] != "clean":
         words.append(f"{config['pipeline']} pipeline")
+    words += _scenarios(configs)
     if config["held_out"]:
         words.append(f"tested on {config['held_out']:.0%} of the training images")
     words += sorted({f"{c['means']} means, {c['statistics']} statistics" for c in configs if c["means"]})
     devices = dict.fromkeys(runs[0].device for runs in methods.values())
     return ", ".join([*words, f"{seeds} seed{'s' if seeds > 1 else ''}", f"on {' and '.join(devices)}"])
+
+
+def _scenarios(configs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """In words, where the task of a test image is not given."""
+    unusual = {config["scenario"] for config in configs} - {"task"}
+    return [f"{scenario}-incremental (task not given)" for scenario in sorted(unusual)]
 
 
 def comparison_page(folders: Sequence[Path]) -> str:
@@ -188,6 +197,7 @@ def comparison_page(folders: Sequence[Path]) -> str:
     for result in map(RunResult.load, paths):
         config = filled(result.config)
         dataset = result.dataset + (f" ({config['pipeline']})" if config["pipeline"] != "clean" else "")
+        dataset = ", ".join([dataset, *_scenarios([config])])
         flat = {"method": result.method, **_flat({n: v for n, v in config.items() if n not in _NOT_COMPARED})}
         setting = json.dumps(flat, sort_keys=True)
         found[dataset][setting].append(result)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from pydantic import Field
 
+from confitune.methods.gaussian import FeatureSums
 from confitune.methods.linear import fit_head
 from confitune.methods.method import Method, Options, TaskContext
 from confitune.methods.stages import Stage, head_only, head_then_norms, hierarchical
-from confitune.nn import Deltas, Head, Norms, Part
+from confitune.nn import ContinualNet, Deltas, Head, Norms, Part
 
 
 class Finetune(Method):
@@ -46,6 +50,46 @@ class LinearProbe(Method):
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
         return head_only(epochs)
+
+
+class Lda(Method):
+    """Nothing is trained: the classes of all tasks are normal distributions of pre-trained features.
+
+    The network gets heads, too, each of its task's images alone. Features have unit length in the sums, and any length
+    here: what is added to logits there is a product with the mean feature here, nearly the same for all images.
+    """
+
+    name = "lda"
+    summary = "pre-trained backbone frozen; linear discriminant analysis of sums over all tasks; forgets nothing"
+    cost = "one pass over a task's images; nothing is trained"
+    reference = "Hayes and Kanan, CVPR Workshops 2020"
+    sums_only = True
+
+    def parts(self) -> list[Part]:
+        return [Norms(affine=False, moments="pretrained"), Head()]
+
+    def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
+        return head_only(epochs)
+
+    def attach(self, net: ContinualNet, index: int) -> None:
+        super().attach(net, index)
+        self._features = net.head.features
+
+    def settle(self, context: TaskContext) -> bool:
+        net, labels = context.net, context.labels.cpu()
+        with net.evaluating():
+            features = context.features(torch.arange(context.images)).cpu()
+        classes = len(net.tasks[net.current_task].classes)
+        found = FeatureSums.of(self._features).plus("", features, labels, classes).gaussians()
+        added = torch.outer(found.means.square().sum(1) / 2, found.centre / found.centre.square().sum())
+        scale = math.sqrt(self._features) / features.norm(dim=1).mean()
+        net.head.put(scale * (found.means @ found.whiten.T - added), torch.zeros(classes))
+        net.finish_task()
+        return True
+
+    def storage(self) -> int:
+        """The second moments; means of classes take what a head does."""
+        return self._features**2
 
 
 class SingleTask(Method):

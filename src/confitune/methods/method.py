@@ -98,6 +98,7 @@ class Method:
         reference: its paper.
         separate: every task gets a fresh copy of the pre-trained network.
         joint: all tasks are learned at once.
+        sums_only: runs test it by sums of pre-trained features (`gaussian`) alone, not by its network.
         settings: what its paper trains with, where a run does not say otherwise: fields of `TrainSettings`.
         photos: the same for people's own photos, where that is another.
         lr_factors: of groups of parameters whose learning rate is not the run's.
@@ -112,6 +113,7 @@ class Method:
     reference: ClassVar[str] = ""
     separate: ClassVar[bool] = False
     joint: ClassVar[bool] = False
+    sums_only: ClassVar[bool] = False
     settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     photos: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     lr_factors: ClassVar[Mapping[str, float]] = MappingProxyType({})

@@ -10,6 +10,7 @@ from typing import Any, overload
 from zlib import crc32
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from confitune.tasks.errors import DataError, Progress
@@ -81,28 +82,32 @@ class TaskSequence(Sequence[Task]):
                 "method joint out, or take tasks of datasets whose images are alike"
             )
 
-    def joined(self) -> TaskSequence:
+    def joined(self, by_name: bool = False) -> TaskSequence:
         """All tasks as one, with all classes and all data (joint training).
 
-        `groups` of the one task says which classes came from which task, so that accuracy can still be measured
-        within each. Where two tasks have a class of the same name, every class is named "task:class". See
+        `groups` of the one task says which classes came from which task, so that each competes with those of its own
+        task only. Where two tasks have a class of the same name, every class is named "task:class". See
         `require_joinable` for what cannot be joined.
+
+        Args:
+            by_name: classes of the same name are one, and all compete: there are no groups.
         """
         if len(self) == 1 and self[0].groups:
             return self
         self.require_joinable()
         names = [name for task in self for name in task.classes]
-        if len(set(names)) != len(names):
+        if len(set(names)) != len(names) and not by_name:
             names = [f"{task.name}:{name}" for task in self for name in task.classes]
+        place = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        places = torch.tensor([place[name] for name in names]).split([len(task.classes) for task in self])
         stops = list(accumulate(len(task.classes) for task in self))
-        starts = [0, *stops[:-1]]
         whole = Task(
             name="joint",
-            classes=tuple(names),
-            train=_joined_images([task.train for task in self], starts),
-            test=_joined_images([task.test for task in self], starts),
+            classes=tuple(place),
+            train=_joined_images([task.train for task in self], places),
+            test=_joined_images([task.test for task in self], places),
             preprocess=self[0].preprocess,
-            groups=tuple(zip(starts, stops, strict=True)),
+            groups=() if by_name else tuple(zip([0, *stops[:-1]], stops, strict=True)),
         )
         return replace(self, tasks=(whole,))
 
@@ -172,13 +177,13 @@ class TaskSequence(Sequence[Task]):
         return cls(name=name, pipeline="own", tasks=tuple(tasks))
 
 
-def _joined_images(parts: Sequence[Images], starts: Sequence[int]) -> Images:
-    """One `Images` of all parts, each part's labels moved up to its place among all classes."""
+def _joined_images(parts: Sequence[Images], places: Sequence[Tensor]) -> Images:
+    """One `Images` of all parts; `places` are those of each part's classes among all classes."""
     blocks = list({id(part.pixels): part.pixels for part in parts}.values())
     first_rows = dict(zip(map(id, blocks), accumulate(map(len, blocks), initial=0), strict=False))
     return Images(
         # Tasks of one dataset share their pixels: then nothing is copied.
         pixels=blocks[0] if len(blocks) == 1 else torch.cat(blocks),
         rows=torch.cat([part.rows + first_rows[id(part.pixels)] for part in parts]),
-        labels=torch.cat([part.labels + start for part, start in zip(parts, starts, strict=True)]),
+        labels=torch.cat([mine.to(part.labels)[part.labels] for part, mine in zip(parts, places, strict=True)]),
     )

@@ -1,0 +1,148 @@
+"""The classes of all tasks in one: what a network answers where the task of a test image is not given.
+
+Features of the network as pre-trained come first: sums over training images make every class a normal distribution
+(`confitune.methods.gaussian`). Then the tasks that are likely by these are asked, each by its own head and whatever
+else it owns, and share out what their classes have. Sums and features of test images are taken once for each task; a
+run that goes on from a checkpoint takes them again.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from confitune.engine.evaluation import outputs
+from confitune.engine.events import Listener
+from confitune.engine.seeds import derived_generator
+from confitune.errors import ConfituneError
+from confitune.methods import Method
+from confitune.methods.gaussian import FeatureSums, Gaussians
+from confitune.nn import ContinualNet
+from confitune.settings import Scenario, TrainSettings
+from confitune.tasks import Images, Task, TaskSequence
+from confitune.tasks.splits import hold_out
+
+_HELD = 0.1  # of a task's training images choose the ridge and the temperature
+
+
+def require_scenario(scenario: Scenario, method: Method, sequence: TaskSequence) -> None:
+    """Refuse methods and tasks that the scenario is not for."""
+    if scenario == "task":
+        return
+    if method.separate:
+        raise ConfituneError(
+            f"{method.name} has a network for each task and keeps none of the earlier ones to ask: leave it out where "
+            f"the task is not given (scenario={scenario})"
+        )
+    odd = next((task for task in sequence if set(task.classes) != set(sequence[0].classes)), None)
+    if scenario == "domain" and odd is not None:
+        raise ConfituneError(
+            f"scenario=domain needs the same classes in every task; {odd.name!r} has {_listed(odd)}, "
+            f"{sequence[0].name!r} has {_listed(sequence[0])}: give them the same names, or use scenario=class"
+        )
+
+
+def _listed(task: Task) -> str:
+    return ", ".join(task.classes[:5]) + (", ..." if len(task.classes) > 5 else "")
+
+
+class LabelSpace:
+    """What tells the classes of all tasks apart, task by task.
+
+    Args:
+        pretrained: maps images to features [N, F], or is a network that has learned no task yet; it is copied.
+        settings: of the run.
+    """
+
+    def __init__(self, pretrained: nn.Module, settings: TrainSettings) -> None:
+        self.settings = settings
+        twin = copy.deepcopy(pretrained).eval().to(settings.torch_device())
+        backbone = twin.backbone if isinstance(twin, ContinualNet) else twin
+        self._backbone = backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._sums: tuple[FeatureSums, FeatureSums] | None = None  # with what is held out, and without
+        self._held: list[Tensor] = []
+        self._held_labels: list[Tensor] = []
+        self._test: list[Tensor] = []
+
+    def accuracies(
+        self,
+        net: ContinualNet,
+        tasks: Sequence[Task],
+        *,
+        given: bool = False,
+        asks: bool = True,
+        listener: Listener | None = None,
+    ) -> list[float]:
+        """Share of each task's test images whose class is named right among the classes of all these tasks, in percent.
+
+        Classes of the same name are one.
+
+        Args:
+            net: has learned the tasks.
+            tasks: those of the last call, and more.
+            given: only the classes of an image's own task compete.
+            asks: whether tasks' own heads are asked, too.
+            listener: is told how many were.
+        """
+        for task in tasks[len(self._test) :]:
+            self._add(task)
+        gaussians = self.gaussians()
+        sizes = [len(task.test) for task in tasks]
+        logits = gaussians.logits(torch.cat(self._test)) / gaussians.temperature
+        if given:
+            task_of = torch.arange(len(tasks)).repeat_interleave(torch.tensor(sizes))
+            logits = logits.masked_fill(gaussians.of_class != task_of[:, None], -math.inf)
+        probabilities = logits.softmax(1)
+        if asks:
+            self._ask(net, tasks, gaussians, probabilities, listener or Listener())
+        names = {name: place for place, name in enumerate(dict.fromkeys(n for task in tasks for n in task.classes))}
+        places = [torch.tensor([names[name] for name in task.classes]) for task in tasks]
+        by_name = probabilities.new_zeros(len(probabilities), len(names))
+        answers = by_name.index_add_(1, torch.cat(places), probabilities).argmax(1).split(sizes)
+        labels = [place[task.test.labels.cpu()] for place, task in zip(places, tasks, strict=True)]
+        return [100.0 * (a == b).double().mean().item() for a, b in zip(answers, labels, strict=True)]
+
+    def gaussians(self) -> Gaussians:
+        """Of all training images; what is to be chosen is chosen on the held-out ones, without them."""
+        assert self._sums is not None
+        whole, fewer = self._sums
+        chosen = fewer.calibrated(torch.cat(self._held), torch.cat(self._held_labels))
+        return replace(whole.gaussians(chosen.ridge), temperature=chosen.temperature)
+
+    def _add(self, task: Task) -> None:
+        features, labels = self._features(task, task.train), task.train.labels.cpu()
+        nothing = FeatureSums.of(features.shape[1])
+        whole, fewer = self._sums or (nothing, nothing)
+        stay, held = hold_out(labels, _HELD, derived_generator(self.settings.seed, "not in sums"))
+        self._held.append(features[held])
+        self._held_labels.append(labels[held] + sum(map(len, whole.counts.values())))
+        self._sums = (
+            whole.plus(task.name, features, labels, len(task.classes)),
+            fewer.plus(task.name, features[stay], labels[stay], len(task.classes)),
+        )
+        self._test.append(self._features(task, task.test))
+
+    def _features(self, task: Task, images: Images) -> Tensor:
+        return torch.cat([found.float() for found, _ in outputs(self._backbone, task, images, self.settings)]).cpu()
+
+    def _ask(
+        self, net: ContinualNet, tasks: Sequence[Task], gaussians: Gaussians, probabilities: Tensor, listener: Listener
+    ) -> None:
+        """Put in what the leading tasks say; each is asked once, about the images of all."""
+        sizes, leading = [len(task.test) for task in tasks], gaussians.leading(probabilities)
+        with net.evaluating():
+            for place, task in enumerate(tasks):
+                net.prepare(task.name)
+                asked, size = leading[:, place], net.tasks[task.name].image_size
+                logits = []
+                for source, mine in zip(tasks, asked.split(sizes), strict=True):
+                    images = source.test.only(mine.nonzero().flatten())
+                    logits += [found for found, _ in outputs(net, source, images, self.settings, size)]
+                if logits:
+                    gaussians.refine(probabilities, place, asked, torch.cat(logits).float().softmax(1).cpu())
+                listener.task_tested(place + 1, len(tasks))
