@@ -82,11 +82,7 @@ class LayerMoments:
 
 
 def paired_convs(net: ContinualNet, example_input: Tensor | None = None) -> dict[str, str]:
-    """Convolution -> the batch norm that reads its output, both by their names in the backbone.
-
-    Args:
-        example_input: a batch of two images, needed only where the network's input shape cannot be guessed.
-    """
+    """Convolution -> the batch norm that reads its output, both by their names in the backbone."""
     if Calibrations.name in net.parts:
         raise ConfituneError(
             "a calibrated network (CCLL) normalises what its calibrations make of a convolution's output, so the "

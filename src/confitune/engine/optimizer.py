@@ -15,8 +15,7 @@ State = dict[str, Tensor]
 class Optimizers:
     """Makes the optimizer of each task of a network, as the settings ask, over the same tensors of state.
 
-    Args:
-        device: of the network; on a GPU optimizers are fused and can be captured.
+    On a GPU optimizers are fused and can be captured.
     """
 
     def __init__(self, settings: TrainSettings, device: torch.device) -> None:

@@ -23,7 +23,6 @@ class Turns:
     """Who may run, of `runs` many; round and round, leaving out those that are done.
 
     Args:
-        runs: how many.
         apart: each starts so many turns after the one before it. Between tasks a run keeps Python busy and the device
             idle; if all did that at the same time, nobody would fill the gap.
     """

@@ -35,7 +35,6 @@ def curves_figure(curves: Mapping[str, Array], *, title: str) -> Figure:
 
     Args:
         curves: method -> seeds x T, percent (see `confitune.metrics.average_accuracy_curve`). One seed has no band.
-        title: heading of the picture.
     """
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     heading(figure, title)
@@ -50,7 +49,6 @@ def overview_figure(runs: Mapping[str, Array], *, title: str) -> Figure:
 
     Args:
         runs: method -> seeds x T x T accuracy matrices, percent; the right side shows their mean over seeds.
-        title: heading of the picture.
     """
     height = max(3.8, 1.1 + 0.85 * len(runs))
     figure = Figure(figsize=(9.0, height), layout="constrained")
@@ -199,14 +197,7 @@ def draw_panels(
     y: Mapping[str, str],
     scale: str = "linear",
 ) -> None:
-    """Line plots side by side, one legend.
-
-    Args:
-        panels: heading -> lines.
-        x: what the horizontal axis shows.
-        y: heading -> what the vertical axis shows.
-        scale: of the vertical axes; 'symlog' is logarithmic with a place for 0.
-    """
+    """Line plots by their headings side by side, one legend; the scale 'symlog' is logarithmic with a place for 0."""
     figure = Figure(figsize=(max(4.6 * len(panels), 5.2), 3.9), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11, fontweight="bold")
     for axes, (name, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):

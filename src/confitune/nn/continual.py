@@ -47,12 +47,7 @@ class ContinualNet(nn.Module):
     """
 
     def __init__(
-        self,
-        backbone: nn.Module,
-        parts: Sequence[Part],
-        *,
-        momentum: float = 0.1,
-        example_input: Tensor | None = None,
+        self, backbone: nn.Module, parts: Sequence[Part], *, momentum: float = 0.1, example_input: Tensor | None = None
     ) -> None:
         super().__init__()
         names = [part.name for part in parts]
@@ -75,8 +70,7 @@ class ContinualNet(nn.Module):
         self._bank = TaskBank(parts, self.head)
         self.tasks: Mapping[str, TaskEntry] = self._bank.tasks  # in the order in which they were added
         self._current: str | None = None
-        self._moves = 0  # of weights, where tensor versions do not show it
-        self._prepared: tuple[str, int] | None = None  # task and weights for which parts were prepared
+        self._prepared: int | None = None  # the version of the weights for which the current task's parts are prepared
         self.train(self.training)
 
     # ---- tasks -----------------------------------------------------------------------------------------------------
@@ -113,7 +107,6 @@ class ContinualNet(nn.Module):
         """Add a task and make it current. Its parts start as they say; most from the last task's.
 
         Args:
-            name: of the task.
             classes: names of the classes, or how many.
             generator: for random starts (a CPU generator; default: torch's global one).
         """
@@ -125,7 +118,7 @@ class ContinualNet(nn.Module):
         if self.tasks:
             more = [task for task, entry in self.tasks.items() if set(entry.owns) != {Head.name}]
             self.prepare((more or list(self.tasks))[-1])
-            self._store_current()
+            self._store()
         self.observer.image_size = None
         self.head.select(len(names))
         for part in self._parts:
@@ -141,7 +134,7 @@ class ContinualNet(nn.Module):
         entry = self._bank.entry(name)
         if name == self._current:
             return
-        self._store_current()
+        self._store()
         self._bank.load(entry)
         self._current, self._prepared = name, None
         self.observer.image_size = entry.image_size
@@ -153,31 +146,25 @@ class ContinualNet(nn.Module):
         Does nothing where that was done and no weight has moved since.
         """
         self.set_task(task if task is not None else self.current_task)
-        entry, key = self.tasks[self.current_task], (self.current_task, self._weights_version())
-        if not entry.finished or self._prepared == key:
-            return
-        for part in self._parts:
-            if part.name in entry.owns:
-                part.prepare()
-        self._prepared = key
+        entry, version = self.tasks[self.current_task], sum(p._version for p in self.shared_parameters().values())
+        if entry.finished and self._prepared != version:
+            for part in self._parts:
+                if part.name in entry.owns:
+                    part.prepare()
+            self._prepared = version
 
     def finish_task(self, owns: Sequence[str] | None = None) -> None:
         """End the current task's training: store its state for good. The task is then ready for evaluation.
 
-        Args:
-            owns: keep only these parts of it; of the others it uses what pre-training left. Default: all.
+        Of parts that are not in `owns` (default: all are) it uses what pre-training left.
         """
         name = self.current_task
-        entry = self.tasks[name]
-        if entry.finished:
+        if self.tasks[name].finished:
             raise ConfituneError(f"task {name!r} is finished already")
         self.observer.require_batches(name)
-        self.observer.fold()
-        self._bank.store(entry, finished=True, owns=owns)
+        self._store(finished=True, owns=owns)
         if owns is not None:
-            self._bank.load(entry)
-        entry.image_size = self.observer.image_size
-        self._prepared = None
+            self._bank.load(self.tasks[name])
         self.prepare(name)
 
     def reopen(self, name: str) -> None:
@@ -197,7 +184,6 @@ class ContinualNet(nn.Module):
         if name == self._current:
             self._current = None
         del self._bank.tasks[name]
-        self._prepared = None
         self.head.keep_only({len(entry.classes) for entry in self.tasks.values()})
 
     def storage(self) -> dict[str, TaskStorage]:
@@ -210,7 +196,6 @@ class ContinualNet(nn.Module):
         """Logits of a task's head.
 
         Args:
-            x: images as the backbone takes them.
             task: a name (default: the current task), or in evaluation one task index per image (a mixed batch, without
                 gradients; rows are padded with -inf to the largest number of classes).
         """
@@ -280,7 +265,7 @@ class ContinualNet(nn.Module):
 
     def weights_moved(self) -> None:
         """Say that weights changed where tensor versions do not show it, as in a replayed graph."""
-        self._moves += 1
+        self._prepared = None
 
     @torch.no_grad()
     def measure(self, batches: Iterable[Tensor], forward: Callable[[Tensor], object] | None = None) -> Tensor:
@@ -290,8 +275,12 @@ class ContinualNet(nn.Module):
         through this network; default: the network itself.
         """
         self.observer.image_size = None
-        with self._in_mode(training=True):
+        before = self.training
+        self.train()
+        try:
             return self.observer.average(batches, forward or self)
+        finally:
+            self.train(before)
 
     @torch.no_grad()
     def start_pretrained(self, only: Sequence[str] | None = None) -> None:
@@ -303,7 +292,7 @@ class ContinualNet(nn.Module):
     @contextmanager
     def as_pretrained(self, only: Sequence[str] | None = None) -> Iterator[None]:
         """Within, in evaluation mode, the current, unfinished task's parts are those that pre-training left."""
-        self._store_current()
+        self._store()
         try:
             self.start_pretrained(only)
             with self.evaluating():
@@ -314,8 +303,13 @@ class ContinualNet(nn.Module):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within, in evaluation mode and without gradients."""
-        with self._in_mode(training=False), torch.no_grad():
-            yield
+        before = self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.train(before)
 
     @contextmanager
     def at_batch_moments(self) -> Iterator[None]:
@@ -331,22 +325,13 @@ class ContinualNet(nn.Module):
                 for norm, keeps in zip(norms, before, strict=True):
                     norm.track_running_stats = keeps
 
-    @contextmanager
-    def _in_mode(self, training: bool) -> Iterator[None]:
-        before = self.training
-        self.train(training)
-        try:
-            yield
-        finally:
-            self.train(before)
-
     # ---- in and out ------------------------------------------------------------------------------------------------
 
     def task_state_dict(self, name: str) -> dict[str, Tensor]:
         """Everything that is the task's own, by layer; the task's name is not part of the keys."""
         entry = self._bank.entry(name)
         if name == self._current:
-            self._store_current()
+            self._store()
         return self._bank.to_state(entry)
 
     def load_task_state_dict(
@@ -357,7 +342,6 @@ class ContinualNet(nn.Module):
         if name == self._current:
             self._current = None  # what was live is replaced, not stored
         self._bank.tasks[name] = entry
-        self._prepared = None
         self.set_task(name)
 
     def shared_state_dict(self) -> dict[str, Tensor]:
@@ -418,16 +402,12 @@ class ContinualNet(nn.Module):
         self._prepared = None
         return self
 
-    def _store_current(self) -> None:
+    def _store(self, finished: bool = False, owns: Sequence[str] | None = None) -> None:
         """An unfinished task's row follows what is live; a finished one's never changes."""
-        if self._current is not None and not self.tasks[self._current].finished:
-            entry = self.tasks[self._current]
+        if self._current is not None and not (entry := self.tasks[self._current]).finished:
             self.observer.fold()
-            self._bank.store(entry, finished=False)
+            self._bank.store(entry, finished, owns)
             entry.image_size = self.observer.image_size
-
-    def _weights_version(self) -> int:
-        return self._moves + sum(parameter._version for parameter in self.shared_parameters().values())
 
     def _beside_head(self) -> list[Part]:
         """The parts in the backbone; the head's names may be those of its layers."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Means = Literal["window", "phase"]
-Pair = tuple[int, int]
+Pair = tuple[int, ...]  # of rows and of columns, typed as in torch
 Size = tuple[int, int]
 
 

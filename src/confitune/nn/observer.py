@@ -91,11 +91,7 @@ class Observer:
         return self.image_size, tuple(inputs.size for inputs in self._inputs)
 
     def replayed(self, seen: Seen) -> None:
-        """A training batch went through a captured graph.
-
-        Args:
-            seen: from right after the capture.
-        """
+        """A training batch went through a captured graph, right after whose capture `seen` was taken."""
         self.image_size, sizes = seen
         if self._tracking:
             for inputs, size in zip(self._inputs, sizes, strict=True):
@@ -124,8 +120,7 @@ class Observer:
     def average(self, batches: Iterable[Any], forward: Callable[[Any], object]) -> Tensor:
         """Make moments and input means averages over whole batches (Eq. 3, Eq. 10); the network is in training mode.
 
-        Returns:
-            Whether all of it is finite, as a tensor that nobody has waited for.
+        Returns whether all of it is finite, as a tensor that nobody has waited for.
         """
         norms = [norm for norm in batch_norms(self._backbone) if norm.training]  # others keep what they have
         moments = [m for norm in norms for m in (norm.running_mean, norm.running_var) if m is not None]

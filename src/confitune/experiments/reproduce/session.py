@@ -61,11 +61,7 @@ def reproduce(whats: Sequence[str], scope: Scope, *, place: Place | None = None)
 
 
 def _run_missing(parts: Sequence[Part], watched: Sequence[Part], place: Place) -> list[tuple[Part, str]]:
-    """Do what is not done; what could not be trained, and why.
-
-    Args:
-        watched: runs whose moments are measured on the way.
-    """
+    """Do what is not done, and measure moments of watched runs on the way; what could not be trained, and why."""
     unique = list({(part.folder, part.recipe.dataset, part.method): part for part in parts}.values())
     plans = []
     for part in unique:

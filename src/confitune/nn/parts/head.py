@@ -51,8 +51,7 @@ class Head(Part):
             return {}
         return {"head.weight": self.linear.weight.detach(), "head.bias": self.linear.bias.detach()}
 
-    def shapes(self, classes: int) -> dict[str, torch.Size]:
-        """Of what is kept of a task with so many classes."""
+    def shapes(self, finished: bool, classes: int) -> dict[str, torch.Size]:
         return {"head.weight": torch.Size((classes, self.features)), "head.bias": torch.Size((classes,))}
 
     @torch.no_grad()

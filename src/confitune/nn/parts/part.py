@@ -46,6 +46,10 @@ class Part(nn.Module):
         """The live tensors that are kept of a task, by name; a finished task may need fewer."""
         return {}
 
+    def shapes(self, finished: bool, classes: int) -> dict[str, torch.Size]:
+        """Of what is kept of a task with so many classes, by name."""
+        return {key: tensor.shape for key, tensor in self.live(finished).items()}
+
     def facts(self) -> Facts:
         """Whole numbers that belong to the live tensors, by name."""
         return {}
@@ -72,7 +76,7 @@ class Part(nn.Module):
     def pretrained(self) -> dict[str, Tensor]:
         """What pre-training left of the live tensors, where that is kept for tasks that do not own this part."""
         row = self._buffers.get("row")
-        return {} if row is None else unpack(row, {key: tensor.shape for key, tensor in self.live(False).items()})
+        return {} if row is None else unpack(row, self.shapes(False, 0))
 
 
 def pack(tensors: Iterable[Tensor]) -> Tensor:
