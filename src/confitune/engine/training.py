@@ -104,12 +104,7 @@ class TaskFit:
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        task: Task,
-        method: Method,
-        index: int = -1,
-        hooks: Sequence[Method] | None = None,
+        self, executor: Executor, task: Task, method: Method, index: int = -1, hooks: Sequence[Method] | None = None
     ) -> None:
         net, settings = executor.net, executor.settings
         kinds, wanted = net.kinds, [part.kind for part in method.parts()]
@@ -200,7 +195,7 @@ class TaskFit:
         fast = self.device.type == "cuda" and self.settings.bf16(self.device)
         for dtype in (torch.float16, torch.bfloat16) if fast else (torch.bfloat16,):
             torch.manual_seed(derived_seed(self.settings.seed, "pass", self.index))
-            pixels = (pixels for pixels, _ in self._batches(self._order("pass", 0)))
+            pixels = (pixels for pixels, _ in self._batches("pass", 0))
             kind = ("measure", dtype, self.task.preprocess)
             finite = self.net.measure(pixels, partial(self.executor, kind, partial(self.step.measure, dtype)))
             self.method.finish(self)
@@ -216,7 +211,7 @@ class TaskFit:
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on after the last whole epoch; the network's own state is not in it."""
         state = {"epoch": self.epoch, "is_new": self.is_new, "optimizer": self.optimizer.state_dict()["state"]}
-        return {**state, **({"validation": self.validation.state_dict()} if self.validation else {})}
+        return state | ({"validation": self.validation.state_dict()} if self.validation else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
@@ -253,7 +248,7 @@ class TaskFit:
         noise = None if noise is None else to_device(noise, self.device)
         readings, images = EpochReadings(steps, self.device), 0
         self.net.train()
-        for step, (pixels, labels) in enumerate(self._batches(self._order("order", epoch))):
+        for step, (pixels, labels) in enumerate(self._batches("order", epoch)):
             images += len(labels)
             if settings.lr_schedule == "cosine" or settings.warmup:
                 self._set_lr(epoch + step / steps)
@@ -284,8 +279,8 @@ class TaskFit:
         """Read and tell what the epochs so far measured, but for the last few; stop if the numbers went bad."""
         while len(self._under_way) > all_but:
             done = self._under_way.popleft()
-            self.listener.waiting(done.readings.here)
-            done.readings.wait()
+            self.listener.waiting(done.readings.copied.passed)
+            done.readings.copied.wait()
             self._require_finite(done)
             self.listener.epoch_ended(
                 EpochEnd(
@@ -319,24 +314,19 @@ class TaskFit:
 
     def _matters(self, step: int) -> bool:
         """Whether a step weighs anything in the final average of the input statistics."""
-        if not self.net.observer.tracks:
-            return False
-        left = self.settings.epochs * self.steps_an_epoch - step
-        momentum = self.net.momentum
-        if self.validation:  # any epoch may be the one that is kept
-            return True
-        return momentum is None or left <= self.settings.tracked_steps(momentum)
+        left = self.epochs * self.steps_an_epoch - step
+        last = left <= self.settings.tracked_steps(self.net.momentum)
+        return self.net.observer.tracks and (last or self.validation is not None)  # which may keep any epoch
 
-    def _order(self, purpose: str, epoch: int) -> Tensor:
-        return self._drawn(self.steps_an_epoch * self.batch_size, purpose, epoch)
-
-    def _drawn(self, images: int, purpose: str, *number: int) -> Tensor:
-        """Positions of so many of the images that are trained on, in random order."""
-        generator = derived_generator(self.settings.seed, purpose, self.index, *number)
-        return self._used[torch.randperm(len(self._used), generator=generator)[:images]]
-
-    def _batches(self, order: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, purpose: str, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pixels and labels of as many images as an epoch takes, in random order."""
+        order = self._order(purpose, epoch)[: self.steps_an_epoch * self.batch_size]
         return batches(self.task.train, self.batch_size, self.device, order)
+
+    def _order(self, purpose: str, *number: int) -> Tensor:
+        """Positions of the images that are trained on, in random order."""
+        generator = derived_generator(self.settings.seed, purpose, self.index, *number)
+        return self._used[torch.randperm(len(self._used), generator=generator)]
 
     # ---- what methods may use, see `TaskContext` -------------------------------------------------------------------
 
@@ -357,8 +347,7 @@ class TaskFit:
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and labels in a random order of the task's own: files are sorted by class."""
-        order = self._drawn(self.images, "importance")
-        for pixels, labels in batches(self.task.train, size, self.device, order):
+        for pixels, labels in batches(self.task.train, size, self.device, self._order("importance")):
             yield self.task.inputs(pixels), labels
 
     def train(self, other: ContinualNet, only_epoch: int | None = None) -> None:

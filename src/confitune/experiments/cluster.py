@@ -217,22 +217,14 @@ class RayPlace:
 
 @dataclass(frozen=True)
 class Errand:
-    """A group of runs, and what a worker must know to do them as the driver would.
-
-    Attributes:
-        threads: of torch.
-        home: the driver's folder, where relative paths begin.
-        token: a file that the driver has written into the experiment's folder; each worker adds a line.
-        most_tries: Ray itself never gives up on a run that is killed for memory.
-        version: the driver's, of confitune.
-    """
+    """A group of runs, and what a worker must know to do them as the driver would."""
 
     jobs: tuple[Job, ...]
-    threads: int
-    home: Path
-    token: Path
-    most_tries: int
-    version: str = __version__
+    threads: int  # of torch
+    home: Path  # the driver's folder, where relative paths begin
+    token: Path  # a file that the driver has written into the experiment's folder; each worker adds a line
+    most_tries: int  # Ray itself never gives up on a run that is killed for memory
+    version: str = __version__  # the driver's
 
     def tries(self) -> list[str]:
         """The nodes that have taken the runs on so far."""

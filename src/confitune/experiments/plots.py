@@ -189,13 +189,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def draw_panels(
-    panels: Mapping[str, Lines],
-    path: Path,
-    *,
-    title: str,
-    x: str,
-    y: Mapping[str, str],
-    scale: str = "linear",
+    panels: Mapping[str, Lines], path: Path, *, title: str, x: str, y: Mapping[str, str], scale: str = "linear"
 ) -> None:
     """Line plots by their headings side by side, one legend; the scale 'symlog' is logarithmic with a place for 0."""
     figure = Figure(figsize=(max(4.6 * len(panels), 5.2), 3.9), layout="constrained")

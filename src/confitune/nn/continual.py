@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,9 +99,7 @@ class ContinualNet(nn.Module):
 
     def part(self, kind: type[AnyPart]) -> AnyPart:
         """Its part of this kind."""
-        part = self.parts[kind.name]
-        assert isinstance(part, kind)
-        return part
+        return cast(AnyPart, self.parts[kind.name])
 
     def add_task(self, name: str, classes: int | Sequence[str], generator: torch.Generator | None = None) -> None:
         """Add a task and make it current. Its parts start as they say; most from the last task's.
@@ -184,7 +182,7 @@ class ContinualNet(nn.Module):
         if name == self._current:
             self._current = None
         del self._bank.tasks[name]
-        self.head.keep_only({len(entry.classes) for entry in self.tasks.values()})
+        self.head.keep_only(len(entry.classes) for entry in self.tasks.values())
 
     def storage(self) -> dict[str, TaskStorage]:
         """What each task takes, measured from what is stored."""
@@ -314,16 +312,10 @@ class ContinualNet(nn.Module):
     @contextmanager
     def at_batch_moments(self) -> Iterator[None]:
         """Within, in evaluation mode, but batch norms use the moments of the batch at hand and keep nothing of them."""
-        norms = batch_norms(self.backbone)
-        before = [norm.track_running_stats for norm in norms]
-        with self.evaluating():
-            try:
-                for norm in norms:
-                    norm.training, norm.track_running_stats = True, False
-                yield
-            finally:
-                for norm, keeps in zip(norms, before, strict=True):
-                    norm.track_running_stats = keeps
+        with self.evaluating(), self.observer.untracked():
+            for norm in batch_norms(self.backbone):
+                norm.train()
+            yield
 
     # ---- in and out ------------------------------------------------------------------------------------------------
 
@@ -386,14 +378,11 @@ class ContinualNet(nn.Module):
         device = next(self.backbone.parameters()).device
         self._bank.tasks.clear()
         for name, values in state["tasks"].items():
-            entry = TaskEntry(**{**values, "row": values["row"].to(device, copy=True)})
-            self._bank.tasks[name] = entry
-            self.head.select(len(entry.classes))
-        self.head.keep_only({len(entry.classes) for entry in self.tasks.values()})  # it may be from before a task
-        self._current, self.observer.image_size = state["current"], state["image_size"]
+            self._bank.tasks[name] = TaskEntry(**{**values, "row": values["row"].to(device, copy=True)})
+        self._current, self.observer.image_size, self._prepared = state["current"], state["image_size"], None
+        self.head.keep_only(len(entry.classes) for entry in self.tasks.values())  # it may be from before a task
         if self._current is not None:
             self.head.select(len(self.tasks[self._current].classes))
-        self._prepared = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> ContinualNet:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

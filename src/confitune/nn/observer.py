@@ -24,22 +24,17 @@ Seen = tuple[Size | None, tuple[Size | None, ...]]
 
 
 class Observer:
-    """Of one network.
+    """Of one network, with the parts that take means of what convolutions read.
 
-    Args:
-        backbone: whose batch norms are observed.
-        parts: those that take means of what convolutions read; their `statistics` says when: 'running' while training,
-            as batch norm does (the paper), 'pass' in a pass with the final weights.
-
-    Attributes:
-        image_size: of the current task's training images.
+    Their `statistics` say when: 'running' while training, as batch norm does (the paper), 'pass' in a pass with the
+    final weights.
     """
 
     def __init__(self, backbone: nn.Module, parts: Sequence[Part]) -> None:
         self._backbone = backbone
         self._inputs = [inputs for part in parts for inputs in part.input_means]
         self.statistics: Statistics = parts[0].statistics if parts else "running"
-        self.image_size: Size | None = None
+        self.image_size: Size | None = None  # of the current task's training images
         self.track(self.statistics == "running")
 
     @property

@@ -22,19 +22,13 @@ from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD, Images, Preprocess
 class TaskSequence(Sequence[Task]):
     """Tasks in the order in which they are learned; indexed and sliced like a tuple.
 
-    Args:
-        name: of the dataset, e.g. "flowers102", or of its parts, e.g. "photos:1-2+digits:1".
-        pipeline: how its images were treated: "clean", "published" or, for a user's own datasets, "own".
-        tasks: the tasks, with different names.
-        unused_classes: classes of the dataset that were left over when it was cut into tasks of equal size.
-
     Get one from `load_tasks("flowers102", mean=..., std=...)` or from `TaskSequence.from_datasets(...)`.
     """
 
-    name: str
-    pipeline: str
-    tasks: tuple[Task, ...]
-    unused_classes: tuple[str, ...] = ()
+    name: str  # of the dataset, e.g. "flowers102", or of its parts, e.g. "photos:1-2+digits:1"
+    pipeline: str  # how its images were treated: "clean", "published" or, for a user's own datasets, "own"
+    tasks: tuple[Task, ...]  # with different names
+    unused_classes: tuple[str, ...] = ()  # left over when the dataset was cut into tasks of equal size
 
     def __post_init__(self) -> None:
         if not self.tasks:

@@ -27,23 +27,14 @@ QUICK: Mapping[str, Any] = {"epochs": 5, "seeds": 1, "tasks": 2}  # the fewest e
 
 @dataclass(frozen=True)
 class Scope:
-    """What is asked for.
+    """What is asked for."""
 
-    Args:
-        out: where everything goes.
-        datasets: of the paper, or any other that `load_tasks` knows.
-        methods: only these, of those that an experiment compares; None: all.
-        quick: two tasks, five epochs and one seed where nothing else is asked for, to see that everything works.
-        given: recipe values for every run, in place of the paper's.
-        rows: more of them for the runs of some methods, by name.
-    """
-
-    out: Path
-    datasets: tuple[str, ...] = ("flowers102",)
-    methods: tuple[str, ...] | None = None
-    quick: bool = False
-    given: Mapping[str, Any] = field(default_factory=dict)
-    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    out: Path  # where everything goes
+    datasets: tuple[str, ...] = ("flowers102",)  # of the paper, or any other that `load_tasks` knows
+    methods: tuple[str, ...] | None = None  # only these, of those that an experiment compares; None: all
+    quick: bool = False  # as in `QUICK`, where nothing else is asked for, to see that everything works
+    given: Mapping[str, Any] = field(default_factory=dict)  # recipe values for every run, in place of the paper's
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # more for the runs of some methods, by name
 
     def recipe(self, dataset: str, method: str, **values: Any) -> Recipe:
         """One experiment as the paper does it: its network, images, phase means, running statistics, 5 seeds."""

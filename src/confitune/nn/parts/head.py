@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -28,9 +31,7 @@ class Head(Part):
     @property
     def linear(self) -> nn.Linear:
         """The live layer of the current task."""
-        layer = self.linears[str(self._classes)]
-        assert isinstance(layer, nn.Linear)
-        return layer
+        return cast(nn.Linear, self.linears[str(self._classes)])
 
     def select(self, classes: int) -> None:
         """The task that comes to live has so many classes."""
@@ -40,11 +41,14 @@ class Head(Part):
             layer = nn.Linear(self.features, classes, device=like.device, dtype=like.dtype)
             self.linears[str(classes)] = layer.train(self.training)
 
-    def keep_only(self, counts: set[int]) -> None:
-        """Drop live layers that no task needs."""
-        for unused in set(self.linears) - set(map(str, counts)):
+    def keep_only(self, counts: Iterable[int]) -> None:
+        """Have live layers for tasks with so many classes, and no others."""
+        current, needed = self._classes, set(counts)
+        for classes in needed:
+            self.select(classes)
+        for unused in set(self.linears) - set(map(str, needed)):
             del self.linears[unused]
-        self._classes = self._classes if self._classes in counts else 0
+        self._classes = current if current in needed else 0
 
     def live(self, finished: bool) -> dict[str, Tensor]:
         if not self._classes:

@@ -27,12 +27,6 @@ class InputMeans(nn.Module):
 
     Tables are [C, K, K] window means of a geometry, or [C, s, s] phase means of a stride. The addresses of buffers
     never change: captured graphs rely on them.
-
-    Attributes:
-        tracking: whether training batches are taken in.
-        cumulative: whether their average is a plain one, not an exponential one with `momentum`.
-        size: of the tensor's planes in this task.
-        batches: taken in since the last reset.
     """
 
     share: Tensor
@@ -40,9 +34,10 @@ class InputMeans(nn.Module):
     def __init__(self, channels: int, means: Means, momentum: float) -> None:
         super().__init__()
         self.channels, self.means, self.momentum = channels, means, momentum
-        self.tracking, self.cumulative = True, False
-        self.size: Size | None = None
-        self.batches = 0
+        self.tracking = True  # whether training batches are taken in
+        self.cumulative = False  # whether their average is a plain one, not an exponential one with `momentum`
+        self.size: Size | None = None  # of the tensor's planes in this task
+        self.batches = 0  # taken in since the last reset
         self._pending = 0  # of them, how many are in `_plane` and not yet in the tables
         self._geometries: dict[Hashable, ConvGeometry] = {}  # one for each table
         self.register_buffer("share", torch.ones(()), persistent=False)  # of the next batch in an exponential average

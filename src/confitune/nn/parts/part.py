@@ -23,16 +23,13 @@ Facts = Mapping[str, tuple[int, ...]]
 class Part(nn.Module):
     """Base of all parts. What a part does not override does nothing.
 
-    Attributes:
-        name: of the part in stages, in storage counts, and in `ContinualNet.parts`.
-        input_means: statistics that it takes while a task is trained; the network's `Observer` drives them. A task that
-            has some holds for images of one size only.
-        statistics: when they are taken.
+    One that takes input means while a task is trained, driven by the network's `Observer`, makes tasks hold for images
+    of one size only.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # in stages, in storage counts, and in `ContinualNet.parts`
     input_means: Sequence[InputMeans] = ()
-    statistics: Statistics = "running"
+    statistics: Statistics = "running"  # when input means are taken
 
     @property
     def kind(self) -> str:

@@ -26,15 +26,7 @@ SOURCE = (
     f"{_SITE}/ so that the data folder holds flowers-102/jpg/ "
     "and flowers-102/imagelabels.mat"
 )
-FLOWERS102 = DatasetInfo(
-    "flowers102",
-    tasks=10,
-    classes_per_task=10,
-    batch_size=32,
-    epochs=10,
-    pipelines=("clean", "published"),
-    from_paper=True,
-)
+FLOWERS102 = DatasetInfo.of_paper("flowers102", tasks=10, classes_per_task=10, batch_size=32, epochs=10)
 
 
 def read_flowers102(data_dir: Path, download: bool) -> ImageSet:
