@@ -141,11 +141,9 @@ def state_sha256(module: nn.Module) -> str:
 
 def _resolve(name: str) -> tuple[str, str]:
     library, _, rest = name.rpartition(":")
-    in_timm = rest.split(".")[0] in timm.list_models()
-    in_torchvision = rest in torchvision.models.list_models(module=torchvision.models)
-    if in_timm and library in ("", "timm"):
+    if library in ("", "timm") and rest.split(".")[0] in timm.list_models():
         return "timm", rest
-    if in_torchvision and library in ("", "torchvision"):
+    if library in ("", "torchvision") and rest in torchvision.models.list_models(module=torchvision.models):
         return "torchvision", rest
     near = difflib.get_close_matches(name, model_names(), 3, 0.5)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
@@ -159,8 +157,7 @@ def _build(library: str, name: str, pretrained: bool) -> tuple[nn.Module, tuple[
             return model, tuple(model.pretrained_cfg["mean"]), tuple(model.pretrained_cfg["std"])
         weights = torchvision.models.get_model_weights(name).DEFAULT
         model = torchvision.models.get_model(name, weights=weights if pretrained else None)
-        transforms = weights.transforms()
-        return model, tuple(transforms.mean), tuple(transforms.std)
+        return model, tuple(weights.transforms().mean), tuple(weights.transforms().std)
     except Exception as error:
         offline = " Without a network connection, pass a file with --weights PATH, or 'none' for a random start."
         raise ConfituneError(

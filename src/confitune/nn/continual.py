@@ -201,8 +201,7 @@ class ContinualNet(nn.Module):
             return self._forward_mixed(x, task)
         if task is not None:
             self.set_task(task)
-        logits: Tensor = self.head(self.features(x))
-        return logits
+        return cast(Tensor, self.head(self.features(x)))
 
     def features(self, x: Tensor, backbone: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """What the backbone, or compiled code in its place, makes of images of the current task, [N, F]."""
@@ -272,7 +271,6 @@ class ContinualNet(nn.Module):
         In training mode, because batch moments are part of what was trained. `forward` takes a batch, of whatever kind,
         through this network; default: the network itself.
         """
-        self.observer.image_size = None
         before = self.training
         self.train()
         try:
@@ -340,11 +338,9 @@ class ContinualNet(nn.Module):
         """What all tasks share: the backbone without what tasks own, and what is kept of pre-training."""
         own = {key for part in self._beside_head() for key in part.live(False)}
         own |= {f"{key.rpartition('.')[0]}.num_batches_tracked" for key in own}
-        layers = self.backbone.state_dict()
-        state = {key: tensor for key, tensor in layers.items() if key not in own}
-        for part in self._beside_head():
-            state |= {key: kept for key, kept in part.pretrained().items() if key in layers}
-        return state
+        layers, kept = self.backbone.state_dict(), [part.pretrained() for part in self._beside_head()]
+        shared = {key: tensor for key, tensor in layers.items() if key not in own}
+        return shared | {key: tensor for of in kept for key, tensor in of.items() if key in layers}
 
     @torch.no_grad()
     def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -372,7 +368,6 @@ class ContinualNet(nn.Module):
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """See `get_extra_state`."""
         if state["kinds"] != self.kinds:
             raise ConfituneError(f"the state is of a network with {state['kinds']}, this one has {self.kinds}")
         device = next(self.backbone.parameters()).device

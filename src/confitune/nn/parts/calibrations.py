@@ -91,11 +91,10 @@ class Calibration(nn.Module):
         self.gate.norm.reset_parameters()
 
     def before(self, norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Forward pre-hook of the batch norm."""
+        """Forward pre-hook of the batch norm; `after` is its forward hook."""
         return (self.spatial(args[0]), *args[1:])
 
     def after(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Its forward hook."""
         return self.gate(output)  # type: ignore[no-any-return]
 
 

@@ -51,9 +51,7 @@ class Head(Part):
         self._classes = current if current in needed else 0
 
     def live(self, finished: bool) -> dict[str, Tensor]:
-        if not self._classes:
-            return {}
-        return {"head.weight": self.linear.weight.detach(), "head.bias": self.linear.bias.detach()}
+        return {f"head.{key}": tensor for key, tensor in self.linear.state_dict().items()} if self._classes else {}
 
     def shapes(self, finished: bool, classes: int) -> dict[str, torch.Size]:
         return {"head.weight": torch.Size((classes, self.features)), "head.bias": torch.Size((classes,))}
@@ -75,6 +73,4 @@ class Head(Part):
         return [*self.linear.parameters()] if self._classes else []
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits."""
-        logits: Tensor = self.linear(features)
-        return logits
+        return cast(Tensor, self.linear(features))  # logits

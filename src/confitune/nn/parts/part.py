@@ -1,9 +1,8 @@
 """What of a network a task may own: the protocol that all parts follow.
 
-A part is attached to a backbone once. Its live tensors, the layers' own parameters and buffers, stay at addresses that
-never change. A task's state is a copy of them: `ContinualNet` copies it in when the task is used and out when the task
-is finished. So a part only has to say what its live tensors are, what a new task starts from, and what has to be done
-before a finished task is used.
+A part is attached to a backbone once. A task's state is a copy of its live tensors, the layers' own parameters and
+buffers: `ContinualNet` copies it in when the task is used and out when the task is finished. So a part only has to say
+what its live tensors are, what a new task starts from, and what has to be done before a finished task is used.
 """
 
 from __future__ import annotations
@@ -63,8 +62,6 @@ class Part(nn.Module):
 
     def prepare(self) -> None:
         """Make a finished task, which is live, ready for use under today's weights."""
-
-    # ---- tasks that do without -------------------------------------------------------------------------------------
 
     def keep_pretrained_row(self) -> None:
         """Keep the live tensors, which are those of pre-training, for tasks that do not own this part."""
