@@ -142,10 +142,8 @@ class _PassOn(Listener):
 
 
 def _random_state() -> list[Tensor]:
-    state = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        state.append(torch.cuda.get_rng_state())
-    return state
+    of_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *of_gpu]
 
 
 def _set_random_state(state: list[Tensor]) -> None:
