@@ -12,7 +12,7 @@ import platform
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,11 +90,8 @@ def ray_place(
         raise ConfituneError(f"--on {on} needs Ray: pip install 'confitune[ray]'") from error
     _connect(ray, on)
     try:
-        place = RayPlace(ray, console, parallel_seeds, gpus, cpus)
-        try:
+        with closing(RayPlace(ray, console, parallel_seeds, gpus, cpus)) as place:
             yield place
-        finally:
-            place.close()
     finally:
         ray.shutdown()
 

@@ -98,7 +98,8 @@ def _label_ends(axes: Axes, ends: Mapping[str, float], tasks: int, gap: float) -
     offset = max(0.03 * (tasks - 1), 0.03)
     colours = {name: line_look(index)[1] for index, name in enumerate(ends)}
     for name, position in zip(names, positions, strict=True):
-        text, there = f"{name}  {_number(ends[name])}", (tasks + 2 * offset, position)
+        end = "100" if round(ends[name], 1) == 100 else f"{ends[name]:.1f}"
+        text, there = f"{name}  {end}", (tasks + 2 * offset, position)
         look: dict[str, Any] = {"color": colours[name], "fontsize": 8.5, "fontweight": "bold", "va": "center"}
         axes.annotate(text, xy=(tasks, ends[name]), xytext=there, annotation_clip=False, **look)
 
@@ -112,13 +113,9 @@ def _learned_and_left(axes: Axes, method: str, seeds: Array, colour: str) -> Non
     axes.plot(task, learned, "o", markerfacecolor="white", zorder=3, label="when learned", **dots)
     axes.plot(task, left, "o", zorder=4, label="at the end", **dots)
     axes.set_title(method, loc="left", color=colour, fontsize=9, fontweight="bold", pad=5)
-    axes.set_title(_summary(seeds), loc="right", color=MUTED, fontsize=8, pad=5)
-
-
-def _summary(seeds: Array) -> str:
-    final = np.mean([average_accuracy(run) for run in seeds])
-    forgotten = np.mean([average_forgetting(run) for run in seeds])
-    return f"accuracy {final:.1f}" + ("" if np.isnan(forgotten) else f",  forgetting {forgotten:.1f}")
+    final, forgotten = (np.mean([metric(run) for run in seeds]) for metric in (average_accuracy, average_forgetting))
+    summary = f"accuracy {final:.1f}" + ("" if np.isnan(forgotten) else f",  forgetting {forgotten:.1f}")
+    axes.set_title(summary, loc="right", color=MUTED, fontsize=8, pad=5)
 
 
 def _diagonal_and_last(seeds: Array) -> Array:
@@ -141,10 +138,6 @@ def _spread(positions: Sequence[float], gap: float, highest: float) -> list[floa
 def _axis_floor(values: Array, step: int) -> float:
     """A round number below all values, far enough from 100 to leave the axis a range."""
     return max(0.0, min(90.0, step * math.floor(np.nanmin(values) / step)))
-
-
-def _number(value: float) -> str:
-    return "100" if round(value, 1) == 100 else f"{value:.1f}"
 
 
 def plain_axes(axes: Axes, tasks: int, *, levels: int) -> None:

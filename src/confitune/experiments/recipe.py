@@ -183,9 +183,8 @@ def _explained(problem: Any, source: str) -> str:
         return f"{source}: no option {name!r}{_hint(name)}"
     if problem["type"] == "literal_error":
         allowed = problem["ctx"]["expected"]
-        near = difflib.get_close_matches(
-            str(problem["input"]), allowed.replace("'", "").replace(" or ", ", ").split(", "), 1
-        )
+        choices = allowed.replace("'", "").replace(" or ", ", ").split(", ")
+        near = difflib.get_close_matches(str(problem["input"]), choices, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return f"{source}: {name}={given} is not known: {hint}There are {allowed}."
     return f"{source}: {name}={given}: {problem['msg']}"

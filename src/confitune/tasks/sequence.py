@@ -141,10 +141,8 @@ class TaskSequence(Sequence[Task]):
                 Items are (image, label): a PIL image, a uint8 tensor [C,H,W] with C 1 or 3, or a float tensor [C,H,W]
                 that your own transform has already resized and normalised. All images of a task must have one size.
             name: of the sequence, as it appears in results.
-            mean: of the backbone, for PIL and uint8 images; float images are not normalised again.
-            std: likewise.
-            resize: resize the short side of PIL and uint8 images on the fly (see `Preprocess`).
-            crop: then crop their centre.
+            mean: of the backbone, for PIL and uint8 images, as std; float images are not normalised again.
+            resize: resize the short side of PIL and uint8 images on the fly, then `crop` their centre (`Preprocess`).
             test_share: part of a single dataset that is held out for testing, the same in every class.
             seed: of that split.
             class_names: for each task the names of its labels in ascending order. Default: `dataset.classes[label]`

@@ -134,10 +134,8 @@ class Task:
                 raise DataError(f"task {self.name!r} has no {split} images")
             low, high = int(images.labels.min()), int(images.labels.max())
             if low < 0 or high >= len(self.classes):
-                raise DataError(
-                    f"task {self.name!r} has {len(self.classes)} classes, "
-                    f"but its {split} labels reach from {low} to {high}"
-                )
+                labels = f"its {split} labels reach from {low} to {high}"
+                raise DataError(f"task {self.name!r} has {len(self.classes)} classes, but {labels}")
 
 
 @lru_cache(maxsize=64)  # copied to the device once: a copy for every batch would be slow and cannot be captured

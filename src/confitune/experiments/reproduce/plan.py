@@ -158,24 +158,16 @@ def parts_of(what: str, scope: Scope) -> list[Part]:
         compared[name] = [(("finetune", "confit"), {"epochs": 50, "model": network, **own}) for network in networks]
     if what not in compared:
         return []
-    parts = [
-        part
-        for dataset in scope.datasets
-        for methods, values in compared[what]
-        for part in _parts(scope, dataset, methods, **values)
-    ]
+    parts = []
+    for dataset in scope.datasets:
+        for methods, values in compared[what]:
+            for method in scope.chosen(methods):
+                once = {"seeds": 1} if method == "ccll" and "seeds" not in scope.given else {}  # as in the paper
+                recipe = scope.recipe(dataset, method, **values, **once)
+                parts.append(Part(recipe, scope.folder(recipe)))
     if not parts:
         raise ConfituneError(f"none of the methods asked for is part of {what}")
     return parts
-
-
-def _parts(scope: Scope, dataset: str, methods: Sequence[str], **values: Any) -> list[Part]:
-    found = []
-    for method in scope.chosen(methods):
-        once = {"seeds": 1} if method == "ccll" and "seeds" not in scope.given else {}  # as in the paper
-        recipe = scope.recipe(dataset, method, **values, **once)
-        found.append(Part(recipe, scope.folder(recipe)))
-    return found
 
 
 def results_of(parts: Sequence[Part]) -> dict[str, list[RunResult]]:
