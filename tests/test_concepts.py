@@ -89,10 +89,12 @@ def test_every_equation_of_the_paper_is_in_the_table_and_so_is_every_one_that_th
 
 
 def test_lines_that_moved_are_put_right_and_nothing_else():
-    page = "Eq. 11: `src/confitune/nn/recovery.py:1` `recover_output_mean`, `src/confitune/nn/recovery.py:1` `gone`"
-    line = definitions(SOURCE / "nn/recovery.py")["recover_output_mean"]
+    page = (
+        "Eq. 11: `src/confitune/nn/parts/xconv.py:1` `recover_output_mean`, `src/confitune/nn/parts/xconv.py:1` `gone`"
+    )
+    line = definitions(SOURCE / "nn/parts/xconv.py")["recover_output_mean"]
     assert updated(page) == page.replace("1` `recover", f"{line}` `recover")
-    assert (SOURCE / "nn/recovery.py").read_text().splitlines()[line - 1].startswith("def recover_output_mean(")
+    assert (SOURCE / "nn/parts/xconv.py").read_text().splitlines()[line - 1].startswith("def recover_output_mean(")
 
 
 if __name__ == "__main__":

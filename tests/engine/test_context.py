@@ -116,7 +116,7 @@ def test_gradients_are_summed_over_batches_and_leave_no_trace(begun):
 
 @pytest.mark.parametrize("at_once", [1, 17, 256])
 def test_features_are_those_of_the_images_asked_for(begun, monkeypatch, at_once):
-    monkeypatch.setattr("confitune.engine.training._AT_ONCE", at_once)
+    monkeypatch.setattr("confitune.engine.context._AT_ONCE", at_once)
     context = begun()
     order = torch.randperm(46, generator=torch.Generator().manual_seed(3))[:45]
     context.net.eval()
@@ -131,7 +131,7 @@ def test_features_are_taken_in_batches_of_few_sizes(begun, monkeypatch):
     context, sizes = begun(), []
     context.net.backbone.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     for at_once, images, expected in ((256, 46, [48]), (256, 5, [16]), (20, 46, [16] * 3), (40, 46, [32] * 2)):
-        monkeypatch.setattr("confitune.engine.training._AT_ONCE", at_once)
+        monkeypatch.setattr("confitune.engine.context._AT_ONCE", at_once)
         with context.net.at_batch_moments():
             assert context.features(torch.arange(images)).shape == (images, 16)
         assert sizes == expected

@@ -18,7 +18,7 @@ def read(losses, right=None, weights=()):
     for step, (loss, count) in enumerate(zip(losses, right or [0] * len(losses), strict=True)):
         readings.put(step, torch.tensor([loss, float(count)]))
     readings.close(iter([torch.zeros(2), *weights]))
-    readings.wait()
+    readings.copied.wait()
     return readings
 
 

@@ -300,7 +300,8 @@ def ends(make_fit, make_method, make_net, make_task):
         net = make_net(method)
         fitting = make_fit(net, task, method, settings)
         fitting.device = torch.device(device)  # asked for how to measure; nothing is computed there
-        fitting._batches = lambda order: batches(task.train, 8, torch.device("cpu"), order)
+        order = fitting._order("pass", 0)[: fitting.steps_an_epoch * 8]
+        fitting._batches = lambda *given: batches(task.train, 8, torch.device("cpu"), order)
         net.backbone[0].register_forward_hook(lambda module, args, out: kinds.append(out.dtype))
         with torch.no_grad():
             net.backbone[0].weight.mul_(scale)

@@ -8,9 +8,8 @@ from timm.layers import Conv2dSame
 from torch import Tensor, nn
 
 from confitune.nn import XconvNorms, trace_flow
-from confitune.nn.geometry import ConvGeometry
-from confitune.nn.parts.xconv import XconvLayer
-from confitune.nn.recovery import recover_output_mean, window_means_from_phases
+from confitune.nn.geometry import ConvGeometry, window_means_from_phases
+from confitune.nn.parts.xconv import XconvLayer, recover_output_mean
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 axis_pairs = st.tuples(st.integers(0, 4), st.integers(0, 4))

@@ -45,8 +45,7 @@ def check_proposition1(seed: int = 0, cases: int = 60) -> Proposition1:
 
 def _by_phases(a: Tensor, weight: Tensor, stride: int, padding: int, size: torch.Size) -> tuple[Tensor, Tensor]:
     """The sum of stride-1 convolutions over phases, and the mean it has when each phase is set to its own mean."""
-    summed = torch.zeros(())
-    mean = torch.zeros(())
+    summed = mean = torch.zeros(())
     for part, kernel, inside in _phases(a, weight, stride, padding):
         flat = constant_map(part, inside)
         summed = summed + conv2d(part, kernel)[..., : size[0], : size[1]]
@@ -58,10 +57,9 @@ def _phases(a: Tensor, weight: Tensor, stride: int, padding: int) -> Iterator[tu
     """Phase (p, q) of the padded input with the taps that read it: output[h] = sum over p, u of W[m u + p] a'[m (h + u)
     + p]; and which of its pixels are the input's own.
     """
-    reach = [padding] * 4
     # Beyond the padding zeros are free: they are cut off again, but no phase must end early.
-    padded = pad(pad(a, reach), [0, stride * weight.shape[-1]] * 2)
-    own = pad(pad(torch.ones_like(a[:1, :1]), reach), [0, stride * weight.shape[-1]] * 2)
+    reach = [padding, padding + stride * weight.shape[-1]] * 2
+    padded, own = pad(a, reach), pad(torch.ones_like(a[:1, :1]), reach)
     for p in range(min(stride, weight.shape[-2])):
         for q in range(min(stride, weight.shape[-1])):
             places = (..., slice(p, None, stride), slice(q, None, stride))

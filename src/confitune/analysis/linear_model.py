@@ -185,10 +185,9 @@ def _level(chance: np.random.Generator, instances: int, angle: float) -> tuple[F
 
 def _bound(head: Array, best_head: Array, target: Array, cosine: Array) -> Array:
     """The right side without its epsilon, [I]."""
-    k = head.shape[1]
     length = np.linalg.norm(target, axis=1)
     squared = np.abs((head * best_head).sum(1) ** 2 - (best_head**2).sum(1) ** 2)  # phi^2
-    gain = cosine / np.sqrt(k) * np.minimum(np.sqrt(squared), squared / length) / (1 + length) ** 2
+    gain = cosine / np.sqrt(head.shape[1]) * np.minimum(np.sqrt(squared), squared / length) / (1 + length) ** 2
     return np.asarray(gain)
 
 

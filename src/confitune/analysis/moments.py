@@ -82,11 +82,7 @@ class LayerMoments:
 
 
 def paired_convs(net: ContinualNet, example_input: Tensor | None = None) -> dict[str, str]:
-    """Convolution -> the batch norm that reads its output, both by their names in the backbone.
-
-    Args:
-        example_input: a batch of two images, needed only where the network's input shape cannot be guessed.
-    """
+    """Convolution -> the batch norm that reads its output, both by their names in the backbone."""
     if Calibrations.name in net.parts:
         raise ConfituneError(
             "a calibrated network (CCLL) normalises what its calibrations make of a convolution's output, so the "
@@ -96,13 +92,9 @@ def paired_convs(net: ContinualNet, example_input: Tensor | None = None) -> dict
         if isinstance(part, XconvNorms):
             return {conv: norm for norm, conv in part.pairs.items()}
     flow = trace_flow(net.backbone, example_input)
-    pairs = {}
-    for norm, module in net.backbone.named_modules():
-        if isinstance(module, _BatchNorm) and module.track_running_stats:
-            call, _ = flow.conv_before(norm)
-            if call is not None:
-                pairs[call.module] = norm
-    return pairs
+    layers = net.backbone.named_modules()
+    norms = [name for name, m in layers if isinstance(m, _BatchNorm) and m.track_running_stats]
+    return {call.module: norm for norm in norms if (call := flow.conv_before(norm)[0]) is not None}
 
 
 @torch.no_grad()
@@ -116,10 +108,15 @@ def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings | Non
     twin = copy.deepcopy(net).eval()
     twin.prepare(task.name)
     device = next(twin.parameters()).device
-    pairs = paired_convs(twin, _two_images(task))
+    two, _ = task.test.batch(torch.arange(len(task.test))[[0, -1]])
+    pairs = paired_convs(twin, task.preprocess(two))
     true: dict[str, Moments] = {}
+
+    def add(conv: str, module: nn.Module, args: object, output: Tensor) -> None:
+        true.setdefault(conv, Moments()).add(output)
+
     for conv in pairs:
-        twin.backbone.get_submodule(conv).register_forward_hook(partial(_add, true, conv))
+        twin.backbone.get_submodule(conv).register_forward_hook(partial(add, conv))
     with _full_precision(device):
         for pixels, _ in batches(task.test, (settings or TrainSettings()).eval_batch_size, device):
             twin(task.inputs(pixels))
@@ -127,15 +124,6 @@ def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings | Non
         raise ConfituneError(f"no batch norm of {type(net.backbone).__name__} follows a convolution: nothing to watch")
     used = {conv: twin.backbone.get_submodule(norm).get_buffer("running_mean") for conv, norm in pairs.items()}
     return {conv: LayerMoments(moments.mean.cpu(), used[conv].double().cpu()) for conv, moments in true.items()}
-
-
-def _add(true: dict[str, Moments], conv: str, module: nn.Module, args: object, output: Tensor) -> None:
-    true.setdefault(conv, Moments()).add(output)
-
-
-def _two_images(task: Task) -> Tensor:
-    pixels, _ = task.test.batch(torch.arange(len(task.test))[[0, -1]])
-    return task.preprocess(pixels)
 
 
 @contextmanager

@@ -60,12 +60,7 @@ class ShiftResult(SavedResult):
 class ShiftRecorder(Listener):
     """Measures a run after its first task, and when asked; give it to the `SequenceRun` as a listener.
 
-    Args:
-        net: the network that is trained.
-        sequence: its tasks.
-        settings: of the run.
-        folder: the run's folder, where what was measured after the first task waits for a run that is broken off and
-            resumed.
+    In the run's folder, what was measured after the first task waits for a run that is broken off and resumed.
     """
 
     def __init__(self, net: ContinualNet, sequence: TaskSequence, settings: TrainSettings, folder: Path) -> None:

@@ -108,8 +108,7 @@ class _ChosenMoments:
 
     def __init__(self, backbone: nn.Module, mean: Source, variance: Source, whole: bool) -> None:
         norms = [m for m in backbone.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-        kept = ("running_mean", "running_var")
-        self._running = {norm: [norm.get_buffer(name).clone() for name in kept] for norm in norms}
+        self._running = {m: (m.get_buffer("running_mean").clone(), m.get_buffer("running_var").clone()) for m in norms}
         self._mean, self._variance, self._whole = mean, variance, whole
         self._known: list[tuple[Tensor, Tensor]] = []  # true moments by call
         self._new = Moments()

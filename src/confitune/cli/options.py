@@ -29,11 +29,7 @@ def default_of(name: str) -> str:
 
 
 def settings_option(name: str, default: str | None = None) -> Any:
-    """A typer annotation for a setting; None: not given.
-
-    Args:
-        default: to show, where a command has another one than the setting.
-    """
+    """A typer annotation for a setting; None: not given. The default shown is the setting's, or the command's own."""
     field = FIELDS[name]
     kind: Any = next((kind for kind in get_args(field.annotation) if kind is not NoneType), field.annotation)
     kind = field.annotation if get_origin(field.annotation) is Literal else kind
@@ -52,8 +48,7 @@ def settings_option(name: str, default: str | None = None) -> Any:
 def with_settings(*names: str, **defaults: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command an option for each of these settings; its `**settings` are those that were given.
 
-    Args:
-        defaults: what the help shows where the command has another default than the setting.
+    The help shows `defaults` where the command has another default than the setting.
     """
 
     def add(command: Callable[..., None]) -> Callable[..., None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from confitune.experiments import Place
 
 _WITH_RESUME = "the same command with --resume goes on where it was"
-_WHERE = "Where runs are done"
 
 RecipeFile = Annotated[
     Path | None, typer.Argument(help="a YAML file with any of the settings that `confitune options` lists")
@@ -32,14 +32,12 @@ Set = Annotated[
     ),
 ]
 Resume = Annotated[bool, Option(help="take what is finished there as it is, and go on with what is not")]
-ParallelSeeds = Annotated[
-    int, Option(min=1, rich_help_panel=_WHERE, help="so many seeds of a method at once, to fill a large GPU")
-]
+_WhereOption = partial(Option, rich_help_panel="Where runs are done")
+ParallelSeeds = Annotated[int, _WhereOption(min=1, help="so many seeds of a method at once, to fill a large GPU")]
 On = Annotated[
     str,
-    Option(
+    _WhereOption(
         metavar="PLACE",
-        rich_help_panel=_WHERE,
         help="local: here, one run after the other. ray: many at once on this machine (or on the cluster that "
         "RAY_ADDRESS names). HOST:PORT or ray://HOST:PORT: on that Ray cluster, whose nodes must share the folder of "
         "--out. A run whose node dies goes on from its checkpoint on another: docs/scaling.md",
@@ -47,19 +45,14 @@ On = Annotated[
 ]
 GpusPerRun = Annotated[
     float | None,
-    Option(
-        min=0,
-        max=1,
-        rich_help_panel=_WHERE,
-        help="on Ray: a run's share of a GPU; 0.2: five at once on each; default: 1, where there are",
+    _WhereOption(
+        min=0, max=1, help="on Ray: a run's share of a GPU; 0.2: five at once on each; default: 1, where there are"
     ),
 ]
 CpusPerRun = Annotated[
     int | None,
-    Option(
-        min=1,
-        rich_help_panel=_WHERE,
-        help="on Ray: a run's CPUs and torch's threads; default: its GPU's part of the node's, else up to 4",
+    _WhereOption(
+        min=1, help="on Ray: a run's CPUs and torch's threads; default: its GPU's part of the node's, else up to 4"
     ),
 ]
 
@@ -188,9 +181,8 @@ def tune_command(
         points, retrained = run_search(search, out, place=place, resume=resume, retrain=retrain)
     console.print(search_table(search, points, retrained))
     if note := edge_note(search, points):
-        console.print(f"note: {note}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-    where = f"Everything is in {out}; to run the winner again: confitune run {out / 'winner.yaml'}"
-    console.print(where, soft_wrap=True, markup=False, highlight=False)
+        say(f"note: {note}", "yellow")
+    say(f"Everything is in {out}; to run the winner again: confitune run {out / 'winner.yaml'}")
 
 
 @app.command(name="reproduce", cls=SettingsCommand)
@@ -245,8 +237,7 @@ def reproduce_command(
     for outcome in outcomes:
         verdicts = [cell.verdict for cell in outcome.cells]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("inside", "higher", "lower") if v in verdicts)
-        where = f"{outcome.title}: {out / (outcome.what + '.md')}" + (f" ({counts})" if counts else "")
-        console.print(where, soft_wrap=True, markup=False)
+        say(f"{outcome.title}: {out / (outcome.what + '.md')}" + (f" ({counts})" if counts else ""))
 
 
 @app.command(name="report")
@@ -267,8 +258,7 @@ def report_command(
     """
     from confitune.experiments import write_report
 
-    page = write_report(folder, out, title)
-    Console().print(f"The report is {page}", soft_wrap=True, markup=False, highlight=False)
+    say(f"The report is {write_report(folder, out, title)}")
 
 
 @app.command(name="compare")

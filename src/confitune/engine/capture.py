@@ -46,7 +46,6 @@ class Executor:
     """Runs the steps of one network, which it takes to its device.
 
     Args:
-        net: what the steps train.
         settings: `step` says how: 'eager' launches kernel by kernel, 'graph' captures and replays, 'compile' has
             torch.compile fuse the backbone's kernels first.
         listener: is told how training goes, and when a network cannot be captured.

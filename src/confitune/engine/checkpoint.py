@@ -54,8 +54,7 @@ class Checkpoint:
     ) -> Checkpoint | None:
         """The folder's newest checkpoint that is whole, or None; refused if it was made with another configuration.
 
-        Args:
-            note: is told where the newest is damaged and the one before is taken.
+        `note` is told where the newest is damaged and the one before is taken.
         """
         there = [folder / name for name in (CHECKPOINT, BEFORE) if (folder / name).exists()]
         damaged: list[str] = []

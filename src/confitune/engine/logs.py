@@ -13,6 +13,7 @@ from confitune.engine.events import EpochEnd, Listener
 from confitune.files import write_whole
 
 _EPOCH_COLUMNS = ("task", "task_name", "stage", "epoch", "loss", "accuracy", "lr", "seconds", "images")
+_ACCURACY_COLUMNS = ("after_task", "task", "task_name", "accuracy")
 
 
 class CsvLog(Listener):
@@ -27,22 +28,18 @@ class CsvLog(Listener):
         self._names = list(tasks)
         # Of the first task only `task_started` knows which epochs are to be done again.
         _keep(self._epochs, _EPOCH_COLUMNS, lambda row: int(row["task"]) <= first_task)
-        _keep(
-            self._accuracy, ("after_task", "task", "task_name", "accuracy"), lambda r: int(r["after_task"]) < first_task
-        )
+        _keep(self._accuracy, _ACCURACY_COLUMNS, lambda row: int(row["after_task"]) < first_task)
 
     def task_started(self, task: int, name: str, first_epoch: int) -> None:
         """Epochs that are done again are logged once."""
         _keep(self._epochs, _EPOCH_COLUMNS, lambda row: int(row["task"]) < task or int(row["epoch"]) < first_epoch)
 
     def epoch_ended(self, end: EpochEnd) -> None:
-        """One more line."""
         _append(self._epochs, [getattr(end, column) for column in _EPOCH_COLUMNS])
 
     def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
-        """One more line per task so far."""
         for earlier, accuracy in enumerate(accuracies):
-            name = self._names[earlier] if len(self._names) > earlier else str(earlier)
+            name = self._names[earlier] if len(self._names) > earlier else str(earlier)  # joint training has one task
             _append(self._accuracy, [task, earlier, name, accuracy])
 
 
@@ -54,7 +51,6 @@ class TensorBoardLog(Listener):
         self._writer: Any = None
 
     def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
-        """How far there is to go."""
         self._tasks, self._epochs = len(tasks), epochs
 
     def task_started(self, task: int, name: str, first_epoch: int) -> None:
@@ -66,17 +62,14 @@ class TensorBoardLog(Listener):
             self._writer = SummaryWriter(str(self._folder), purge_step=done + 1 if done else None)
 
     def epoch_ended(self, end: EpochEnd) -> None:
-        """Scalars against all epochs so far."""
         step = end.task * end.epochs + end.epoch + 1
         for tag, value in (("loss", end.loss), ("accuracy", end.accuracy), ("lr", end.lr)):
             self._writer.add_scalar(f"train/{tag}", value, step)
 
     def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
-        """Scalars against tasks."""
         for earlier, accuracy in enumerate(accuracies):
             self._writer.add_scalar(f"test/task {earlier + 1}", accuracy, task + 1)
-        average = sum(accuracies) / len(accuracies)
-        self._writer.add_scalar("test/average", average, task + 1)
+        self._writer.add_scalar("test/average", sum(accuracies) / len(accuracies), task + 1)
         self._writer.flush()
         if task + 1 == self._tasks:
             self._writer.close()

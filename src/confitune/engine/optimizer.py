@@ -15,8 +15,7 @@ State = dict[str, Tensor]
 class Optimizers:
     """Makes the optimizer of each task of a network, as the settings ask, over the same tensors of state.
 
-    Args:
-        device: of the network; on a GPU optimizers are fused and can be captured.
+    On a GPU optimizers are fused and can be captured.
     """
 
     def __init__(self, settings: TrainSettings, device: torch.device) -> None:
@@ -26,31 +25,26 @@ class Optimizers:
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """For these groups of parameters, its state at zero."""
         settings, on_gpu = self._settings, self._device.type == "cuda"
-        options: dict[str, Any] = {"fused": True} if on_gpu else {}
+        options: dict[str, Any] = {"weight_decay": settings.weight_decay, **({"fused": True} if on_gpu else {})}
         optimizer: torch.optim.Optimizer
         if settings.optimizer == "sgd":
             fields = ["momentum_buffer"] if settings.momentum else []
-            optimizer = torch.optim.SGD(
-                groups, settings.lr, settings.momentum, weight_decay=settings.weight_decay, **options
-            )
+            optimizer = torch.optim.SGD(groups, settings.lr, settings.momentum, **options)
         else:
             fields = ["exp_avg", "exp_avg_sq", "step"]
             adam = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-            optimizer = adam(groups, settings.lr, weight_decay=settings.weight_decay, capturable=on_gpu, **options)
+            optimizer = adam(groups, settings.lr, capturable=on_gpu, **options)
         # All at once, though stages train some later: fused kernels take all or none.
         parameters = [parameter for group in groups for parameter in group["params"]]
         for parameter in parameters:
             if parameter not in self._states:
-                self._states[parameter] = {field: self._zeros(field, parameter) for field in fields}
+                count = torch.zeros((), device=self._device)
+                zeros = {field: count if field == "step" else torch.zeros_like(parameter) for field in fields}
+                self._states[parameter] = zeros
             optimizer.state[parameter] = self._states[parameter]
         if fields:
             torch._foreach_zero_([self._states[parameter][field] for parameter in parameters for field in fields])
         return optimizer
-
-    def _zeros(self, field: str, parameter: nn.Parameter) -> Tensor:
-        if field == "step":
-            return torch.zeros((), device=self._device)
-        return torch.zeros_like(parameter)
 
     def load(self, optimizer: torch.optim.Optimizer, state: dict[int, State]) -> None:
         """Go on where the state of one, by the numbers of parameters, was taken.

@@ -23,7 +23,6 @@ class Turns:
     """Who may run, of `runs` many; round and round, leaving out those that are done.
 
     Args:
-        runs: how many.
         apart: each starts so many turns after the one before it. Between tasks a run keeps Python busy and the device
             idle; if all did that at the same time, nobody would fill the gap.
     """
@@ -143,10 +142,8 @@ class _PassOn(Listener):
 
 
 def _random_state() -> list[Tensor]:
-    state = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        state.append(torch.cuda.get_rng_state())
-    return state
+    of_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *of_gpu]
 
 
 def _set_random_state(state: list[Tensor]) -> None:

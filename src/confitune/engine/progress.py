@@ -6,14 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from confitune.engine.events import EpochEnd, Listener
 
@@ -46,65 +39,47 @@ def decoding_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 
 class LiveProgress(Listener):
-    """A progress bar on a terminal; elsewhere one plain line a task.
-
-    Args:
-        label: what is run.
-        board: where the bar is shown along with those of runs side by side; default: one of its own.
-    """
+    """A progress bar on a terminal, on the `board` of runs side by side if there is one; else a plain line a task."""
 
     def __init__(self, console: Console, label: str, board: Progress | None = None) -> None:
-        self._console, self._label = console, label
-        self._live = console.is_terminal
-        self._board = board
+        self._console, self._label, self._board = console, label, board
         self._bar: Progress | None = None
 
     def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
-        """Show the bar."""
         self._tasks, self._epochs = list(tasks), epochs
         self._stage, self._loss, self._average = "", float("nan"), float("nan")
         self._task, self._epoch = first_task, 0
-        if not self._live:
-            return
-        self._bar = self._board or progress_board(self._console)
-        self._line = self._bar.add_task(self._label, total=len(tasks) * epochs, status="")
-        self._bar.start()
+        if self._console.is_terminal:
+            self._bar = self._board or progress_board(self._console)
+            self._line = self._bar.add_task(self._label, total=len(tasks) * epochs, status="")
+            self._bar.start()
 
     def task_started(self, task: int, name: str, first_epoch: int) -> None:
-        """Another task."""
         self._task, self._epoch, self._stage = task, first_epoch, ""
         self._loss = float("nan")  # a task may have none: not every one is trained
         self._show(0.0)
 
     def stage_started(self, stage: str) -> None:
-        """Another stage."""
         self._stage = stage
 
     def step_done(self, step: int, steps: int) -> None:
-        """Move the bar."""
         if self._bar and (step == steps or step % 5 == 0):
             self._show(step / steps)
 
     def epoch_ended(self, end: EpochEnd) -> None:
-        """Show the loss."""
         self._epoch, self._loss = end.epoch + 1, end.loss
         self._show(0.0)
 
     def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
-        """Show the accuracy so far."""
         self._average = sum(accuracies) / len(accuracies)
-        if not self._live:
+        if not self._bar:
             loss = f"loss {self._loss:.3f}, " if self._loss == self._loss else ""
-            self._console.print(
-                f"{self._label}: task {task + 1} of {len(self._tasks)}, {loss}"
-                f"average accuracy so far {self._average:.1f}%",
-                markup=False,
-            )
+            done = f"task {task + 1} of {len(self._tasks)}, {loss}average accuracy so far {self._average:.1f}%"
+            self._console.print(f"{self._label}: {done}", markup=False)
         if task + 1 == len(self._tasks):
             self.close()
 
     def note(self, message: str) -> None:
-        """Print above the bar."""
         self._console.print(f"note: {message}", style="yellow", highlight=False, markup=False)
 
     def close(self) -> None:

@@ -10,12 +10,15 @@ from torch import Tensor
 
 
 class EpochReadings:
-    """Loss and right answers of every step, and whether the weights are still finite at the end."""
+    """Loss and right answers of every step, and whether the weights are still finite at the end.
+
+    They can be read once `copied` has passed: when the device has done all steps and its numbers are here.
+    """
 
     def __init__(self, steps: int, device: torch.device) -> None:
         self._steps = steps
         self._on_device = torch.zeros(steps + 1, 2, device=device)
-        self._began, self._ended, self._copied = Moment(device), Moment(device), Moment(device)
+        self._began, self._ended, self.copied = Moment(device), Moment(device), Moment(device)
         self._began.now()
 
     def put(self, step: int, outcome: Tensor) -> None:
@@ -32,15 +35,7 @@ class EpochReadings:
         if self._read.device.type == "cuda":
             self._read = torch.empty(self._on_device.shape, pin_memory=True)
             self._read.copy_(self._on_device, non_blocking=True)
-        self._copied.now()
-
-    def here(self) -> bool:
-        """Whether the device has done all steps and its numbers are here."""
-        return self._copied.passed()
-
-    def wait(self) -> None:
-        """Until the device has done all steps and its numbers are here."""
-        self._copied.wait()
+        self.copied.now()
 
     @property
     def loss(self) -> float:

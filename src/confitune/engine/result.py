@@ -122,30 +122,18 @@ class RunResult(BaseModel):
 
         What a file says must fit its checksum. Results that were written before there was one are taken without.
         """
-        values, checksum = _read(path)
         try:
+            values = json.loads(path.read_bytes())
+            if not isinstance(values, dict):
+                raise ValueError(f"it holds {type(values).__name__}, not an object")
+            checksum = values.pop(_CHECKSUM, None)
             if checksum not in (None, checksum_of(values)):
                 raise DamagedFileError(f"{path} is damaged: its checksum does not fit; restore it, or run it again")
             result = cls.model_validate(values)
             _SHOWN.validate_python(result.config)
             return result
-        except (ValueError, RecursionError) as error:
-            raise _no_result(path, error) from error
-
-
-def _read(path: Path) -> tuple[dict[str, Any], Any]:
-    """What the file says, and its checksum apart."""
-    try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise _no_result(path, error) from error
-    if not isinstance(values, dict):
-        raise _no_result(path, f"it holds {type(values).__name__}, not an object")
-    return values, values.pop(_CHECKSUM, None)
-
-
-def _no_result(path: Path, why: object) -> ConfituneError:
-    return ConfituneError(f"{path} is not a result of this program: {why}")
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfituneError(f"{path} is not a result of this program: {error}") from error
 
 
 def summary_of(matrix: np.ndarray) -> dict[str, Any]:

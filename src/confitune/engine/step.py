@@ -30,20 +30,15 @@ _SMALLEST = 1 / 3  # of an image's area, that a random crop has
 
 @dataclass(frozen=True)
 class TrainStep:
-    """From stored pixels to moved weights, on the current task of `net`.
-
-    Args:
-        hooks: methods that add to the step.
-        features: runs the backbone.
-    """
+    """From stored pixels to moved weights, on the current task of `net`."""
 
     net: ContinualNet
     task: Task
-    hooks: Sequence[Method]
+    hooks: Sequence[Method]  # that add to the step
     optimizer: torch.optim.Optimizer
     settings: TrainSettings
     device: torch.device
-    features: Callable[[Tensor], Tensor]
+    features: Callable[[Tensor], Tensor]  # runs the backbone
 
     def train(self, pixels: Tensor, labels: Tensor, noise: Tensor | None) -> Tensor:
         """One step of the optimizer; the batch's loss and how many images it got right, as one tensor."""
@@ -87,10 +82,7 @@ class TrainStep:
     def kind(self, trains: frozenset[str], tracking: bool, index: int) -> Hashable:
         """Steps of one kind differ only in what tensors hold: one captured graph serves them all.
 
-        Args:
-            trains: the groups of parameters that are trained.
-            tracking: whether input statistics are taken.
-            index: of the task; a method whose tensors move between tasks makes each its own kind.
+        A method whose tensors move between tasks makes each task (`index`) its own kind.
         """
         of_hooks = tuple(hook.captured_kind(index) for hook in self.hooks)
         task = (len(self.task.classes), self.task.groups, self.task.preprocess)

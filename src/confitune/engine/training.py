@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from confitune.engine.capture import Executor
+from confitune.engine.context import TaskImages
 from confitune.engine.events import EpochEnd, Listener
 from confitune.engine.feed import batches, place_task, to_device
 from confitune.engine.readings import EpochReadings
@@ -25,9 +26,6 @@ from confitune.methods import Method, Stage, create_method
 from confitune.nn import ContinualNet
 from confitune.settings import TrainSettings
 from confitune.tasks import Task
-
-_AT_ONCE = 256  # images whose features are taken
-_ROUND = 16  # sizes of their batches are multiples of it: for each new one a GPU's libraries choose algorithms anew
 
 
 def fit(
@@ -61,39 +59,26 @@ class DivergedError(ConfituneError):
 
 def epochs_of(task: Task, settings: TrainSettings) -> int:
     """How many epochs the task is trained for: more where it has few images and a number of steps is asked for."""
-    return max(settings.epochs, math.ceil(settings.min_steps / _steps_an_epoch(task, settings)))
+    return max(settings.epochs, math.ceil(settings.min_steps / _steps_an_epoch(len(task.train), settings)))
 
 
 def steps_of(task: Task, settings: TrainSettings) -> int:
     """How many training steps the task takes."""
-    return epochs_of(task, settings) * _steps_an_epoch(task, settings)
+    return epochs_of(task, settings) * _steps_an_epoch(len(task.train), settings)
 
 
-def _steps_an_epoch(task: Task, settings: TrainSettings) -> int:
-    return _batches_in(len(task.train), min(settings.batch_size, len(task.train)), settings.last_batch)
-
-
-def _batches_in(images: int, size: int, with_rest: bool) -> int:
+def _steps_an_epoch(images: int, settings: TrainSettings) -> int:
     """Whole batches, and what is left over if it is asked for; one image alone has no batch moments.
 
-    >>> [_batches_in(images, 4, with_rest) for images in (8, 9, 10, 3) for with_rest in (False, True)]
+    >>> both = [TrainSettings(batch_size=4, last_batch=with_rest) for with_rest in (False, True)]
+    >>> [_steps_an_epoch(images, settings) for images in (8, 9, 10, 3) for settings in both]
     [2, 2, 2, 2, 2, 3, 1, 1]
     """
-    return max(images // size, 1) + (with_rest and images > size and images % size > 1)
+    size = min(settings.batch_size, images)
+    return images // size + (settings.last_batch and images > size and images % size > 1)
 
 
-@dataclass(frozen=True)
-class _Epoch:
-    """An epoch whose steps are on their way."""
-
-    stage: Stage
-    number: int
-    lr: float
-    images: int
-    readings: EpochReadings
-
-
-class TaskFit:
+class TaskFit(TaskImages):
     """One task's training, resumable after every epoch. It is also the `TaskContext` that methods are given.
 
     Args:
@@ -104,12 +89,7 @@ class TaskFit:
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        task: Task,
-        method: Method,
-        index: int = -1,
-        hooks: Sequence[Method] | None = None,
+        self, executor: Executor, task: Task, method: Method, index: int = -1, hooks: Sequence[Method] | None = None
     ) -> None:
         net, settings = executor.net, executor.settings
         kinds, wanted = net.kinds, [part.kind for part in method.parts()]
@@ -120,17 +100,12 @@ class TaskFit:
             )
         if len(task.train) < 2:
             raise ConfituneError(f"task {task.name!r} has {len(task.train)} training image; batch norm needs 2 or more")
-        self.index = len(net.tasks) if index < 0 else index
-        self.validation = Validation.of(task, settings, derived_seed(settings.seed, "validation", self.index))
+        index = len(net.tasks) if index < 0 else index
+        self.validation = Validation.of(task, settings, derived_seed(settings.seed, "validation", index))
         task = self.validation.task if self.validation else task
-        self.executor, self.task, self.method = executor, task, method
-        self.net, self.listener, self.device = net, executor.listener, executor.device
-        self.settings = settings.model_copy(update={"epochs": epochs_of(task, settings)})
-        self.hooks = method.hooks if hooks is None else tuple(hooks)
-        self.seed = derived_seed(settings.seed, "penalty", self.index)
-        self.batch_size = min(settings.batch_size, len(task.train))
+        super().__init__(executor, task, index, epochs_of(task, settings))
+        self.method, self.hooks = method, method.hooks if hooks is None else tuple(hooks)
         self.epoch = 0  # epochs done
-        self._used = torch.arange(len(task.train))  # positions of the images that are trained on
         if self.batch_size < settings.batch_size:
             self.listener.note(
                 f"task {task.name!r} has {len(task.train)} training images, fewer than the batch size "
@@ -144,12 +119,12 @@ class TaskFit:
         trained = frozenset(name for stage in self.stages for name in stage.trains)
         self.optimizer = executor.optimizers.make(_grouped(net, trained, method, executor))
         self.step = TrainStep(net, task, self.hooks, self.optimizer, self.settings, self.device, executor.features)
-        self._under_way: deque[_Epoch] = deque()
+        self._under_way: deque[tuple[EpochEnd, EpochReadings]] = deque()  # epochs whose steps are on their way
 
     @property
     def steps_an_epoch(self) -> int:
         """Batches in what is trained on."""
-        return _batches_in(len(self._used), self.batch_size, self.settings.last_batch)
+        return _steps_an_epoch(len(self._used), self.settings)
 
     def fit(self, after_epoch: Callable[[], None] = lambda: None) -> None:
         """Train what is left of the task and finish it."""
@@ -200,7 +175,7 @@ class TaskFit:
         fast = self.device.type == "cuda" and self.settings.bf16(self.device)
         for dtype in (torch.float16, torch.bfloat16) if fast else (torch.bfloat16,):
             torch.manual_seed(derived_seed(self.settings.seed, "pass", self.index))
-            pixels = (pixels for pixels, _ in self._batches(self._order("pass", 0)))
+            pixels = (pixels for pixels, _ in self._batches("pass", 0))
             kind = ("measure", dtype, self.task.preprocess)
             finite = self.net.measure(pixels, partial(self.executor, kind, partial(self.step.measure, dtype)))
             self.method.finish(self)
@@ -216,7 +191,7 @@ class TaskFit:
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on after the last whole epoch; the network's own state is not in it."""
         state = {"epoch": self.epoch, "is_new": self.is_new, "optimizer": self.optimizer.state_dict()["state"]}
-        return {**state, **({"validation": self.validation.state_dict()} if self.validation else {})}
+        return state | ({"validation": self.validation.state_dict()} if self.validation else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
@@ -253,7 +228,7 @@ class TaskFit:
         noise = None if noise is None else to_device(noise, self.device)
         readings, images = EpochReadings(steps, self.device), 0
         self.net.train()
-        for step, (pixels, labels) in enumerate(self._batches(self._order("order", epoch))):
+        for step, (pixels, labels) in enumerate(self._batches("order", epoch)):
             images += len(labels)
             if settings.lr_schedule == "cosine" or settings.warmup:
                 self._set_lr(epoch + step / steps)
@@ -269,7 +244,9 @@ class TaskFit:
             readings.put(step, outcome)
             self.listener.step_done(step + 1, steps)
         readings.close(self.net.parameters())
-        self._under_way.append(_Epoch(stage, epoch, lr, images, readings))
+        unread = {"loss": math.nan, "accuracy": math.nan, "seconds": math.nan}
+        end = EpochEnd(self.index, self.task.name, stage.name, epoch, self.epochs, lr=lr, images=images, **unread)
+        self._under_way.append((end, readings))
         # A GPU's numbers are read when it is an epoch further, so that it never waits for Python.
         self.report(all_but=1 if self.device.type == "cuda" else 0)
 
@@ -283,27 +260,15 @@ class TaskFit:
     def report(self, all_but: int = 0) -> None:
         """Read and tell what the epochs so far measured, but for the last few; stop if the numbers went bad."""
         while len(self._under_way) > all_but:
-            done = self._under_way.popleft()
-            self.listener.waiting(done.readings.here)
-            done.readings.wait()
-            self._require_finite(done)
-            self.listener.epoch_ended(
-                EpochEnd(
-                    task=self.index,
-                    task_name=self.task.name,
-                    stage=done.stage.name,
-                    epoch=done.number,
-                    epochs=self.settings.epochs,
-                    loss=done.readings.loss,
-                    accuracy=100.0 * done.readings.right / done.images,
-                    lr=done.lr,
-                    seconds=done.readings.seconds,
-                    images=done.images,
-                )
-            )
+            end, readings = self._under_way.popleft()
+            self.listener.waiting(readings.copied.passed)
+            readings.copied.wait()
+            self._require_finite(end, readings)
+            accuracy = 100.0 * readings.right / end.images
+            self.listener.epoch_ended(replace(end, loss=readings.loss, accuracy=accuracy, seconds=readings.seconds))
 
-    def _require_finite(self, done: _Epoch) -> None:
-        bad, readings = done.readings.first_bad_step, done.readings
+    def _require_finite(self, end: EpochEnd, readings: EpochReadings) -> None:
+        bad = readings.first_bad_step
         if bad is None and readings.weights_finite:
             return
         if self.net.tasks[self.task.name].finished:
@@ -313,53 +278,22 @@ class TaskFit:
         weaker = f", or a smaller strength of {' or '.join(pulls)}" if pulls else ""
         at = "" if bad is None else f" from step {bad + 1} of {self.steps_an_epoch} on"
         raise DivergedError(
-            f"the loss of task {self.task.name!r} became {readings.loss}{ruined} in epoch {done.number + 1}{at} (stage "
-            f"{done.stage.name!r}); try a learning rate below {done.lr:g}{weaker}"
+            f"the loss of task {self.task.name!r} became {readings.loss}{ruined} in epoch {end.epoch + 1}{at} (stage "
+            f"{end.stage!r}); try a learning rate below {end.lr:g}{weaker}"
         )
 
     def _matters(self, step: int) -> bool:
         """Whether a step weighs anything in the final average of the input statistics."""
-        if not self.net.observer.tracks:
-            return False
-        left = self.settings.epochs * self.steps_an_epoch - step
-        momentum = self.net.momentum
-        if self.validation:  # any epoch may be the one that is kept
-            return True
-        return momentum is None or left <= self.settings.tracked_steps(momentum)
+        left = self.epochs * self.steps_an_epoch - step
+        last = left <= self.settings.tracked_steps(self.net.momentum)
+        return self.net.observer.tracks and (last or self.validation is not None)  # which may keep any epoch
 
-    def _order(self, purpose: str, epoch: int) -> Tensor:
-        return self._drawn(self.steps_an_epoch * self.batch_size, purpose, epoch)
-
-    def _drawn(self, images: int, purpose: str, *number: int) -> Tensor:
-        """Positions of so many of the images that are trained on, in random order."""
-        generator = derived_generator(self.settings.seed, purpose, self.index, *number)
-        return self._used[torch.randperm(len(self._used), generator=generator)[:images]]
-
-    def _batches(self, order: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, purpose: str, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pixels and labels of as many images as an epoch takes, in random order."""
+        order = self._order(purpose, epoch)[: self.steps_an_epoch * self.batch_size]
         return batches(self.task.train, self.batch_size, self.device, order)
 
-    # ---- what methods may use, see `TaskContext` -------------------------------------------------------------------
-
-    @property
-    def epochs(self) -> int:
-        """That the task is trained for."""
-        return self.settings.epochs
-
-    @property
-    def images(self) -> int:
-        """In the training set."""
-        return len(self.task.train)
-
-    @property
-    def labels(self) -> Tensor:
-        """Of the training images, on the device."""
-        return self.task.train.labels.to(self.device)
-
-    def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and labels in a random order of the task's own: files are sorted by class."""
-        order = self._drawn(self.images, "importance")
-        for pixels, labels in batches(self.task.train, size, self.device, order):
-            yield self.task.inputs(pixels), labels
+    # ---- what methods may use; more of it is in `TaskImages` -------------------------------------------------------
 
     def train(self, other: ContinualNet, only_epoch: int | None = None) -> None:
         """Train another network on this task, without what methods add; the whole task, or one epoch of it."""
@@ -371,22 +305,6 @@ class TaskFit:
             twin._train_epoch(twin._enter(only_epoch), only_epoch)
             twin.report()
             twin._freeze_but(None)
-
-    def train_on(self, positions: Tensor) -> None:
-        """Use only the training images at these positions from now on."""
-        self._used = positions
-
-    def features(self, positions: Tensor) -> Tensor:
-        """Of the training images at these positions, in random batches of one size, whatever the settings are."""
-        order = torch.randperm(len(positions), generator=derived_generator(self.settings.seed, "features", self.index))
-        count = math.ceil(len(positions) / _AT_ONCE)
-        size = _ROUND * math.ceil(len(positions) / count / _ROUND)
-        filled = order.repeat(math.ceil(count * size / len(order)))[: count * size]  # the last batch from the start
-        found = []
-        for pixels, _ in batches(self.task.train, size, self.device, positions[filled]):
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.bf16(self.device)):
-                found.append(self.net.features(self.task.inputs(pixels)).float())
-        return torch.cat(found)[to_device(order.argsort(), self.device)]
 
     def gradients(self, parameters: Sequence[Tensor], batches: int) -> list[Tensor]:
         """Of the loss, summed over training batches that leave no trace, by parameters that do not move."""
@@ -400,15 +318,6 @@ class TaskFit:
         for parameter in parameters:
             parameter.requires_grad_(False)
         return sums
-
-    def captured(self, net: ContinualNet, kind: Hashable, function: Callable[..., None], *tensors: Tensor) -> None:
-        """Run it, on a GPU as a captured graph."""
-        executor = self.executor if net is self.net else self.executor.of(net)
-        executor(kind, function, *tensors, trains=False)
-
-    def note(self, message: str) -> None:
-        """Tell a person."""
-        self.listener.note(f"task {self.task.name!r}: {message}")
 
 
 def _grouped(net: ContinualNet, trained: frozenset[str], method: Method, executor: Executor) -> list[dict[str, Any]]:

@@ -24,17 +24,13 @@ from confitune.tasks import Task, TaskSequence
 
 
 class Validation:
-    """Of one task while it is trained.
-
-    Attributes:
-        task: its training images are those that are left, its test images those that were left out.
-        lr_factor: what the learning rate has come to.
-    """
+    """Of one task while it is trained."""
 
     def __init__(self, task: Task, settings: TrainSettings, seed: int) -> None:
+        # Its training images are those that are left, its test images those that were left out.
         self.task = TaskSequence(task.name, "own", (task,)).validating(settings.validation, seed)[0]
         self.settings = settings
-        self.lr_factor = 1.0
+        self.lr_factor = 1.0  # what the learning rate has come to
         self._lowest, self._waited = math.inf, 0  # the loss, and epochs since then
         self._best: dict[str, Any] | None = None  # the network of then
 

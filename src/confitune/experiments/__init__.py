@@ -8,13 +8,7 @@ from confitune.experiments.recipe import Recipe, make_recipe, merge_settings, re
 from confitune.experiments.report import write_report
 from confitune.experiments.reproduce import Scope, read_scope, reproduce
 from confitune.experiments.runner import run_recipe
-from confitune.experiments.summary import (
-    collect_results,
-    comparison_page,
-    draw_pictures,
-    summary_table,
-    write_summary,
-)
+from confitune.experiments.summary import collect_results, comparison_page, draw_pictures, summary_table, write_summary
 from confitune.experiments.tables import terminal_table
 from confitune.experiments.tune import Point, edge_note, plan_search, run_search, search_table, winner
 

@@ -12,7 +12,7 @@ import platform
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,11 +90,8 @@ def ray_place(
         raise ConfituneError(f"--on {on} needs Ray: pip install 'confitune[ray]'") from error
     _connect(ray, on)
     try:
-        place = RayPlace(ray, console, parallel_seeds, gpus, cpus)
-        try:
+        with closing(RayPlace(ray, console, parallel_seeds, gpus, cpus)) as place:
             yield place
-        finally:
-            place.close()
     finally:
         ray.shutdown()
 
@@ -217,22 +214,14 @@ class RayPlace:
 
 @dataclass(frozen=True)
 class Errand:
-    """A group of runs, and what a worker must know to do them as the driver would.
-
-    Attributes:
-        threads: of torch.
-        home: the driver's folder, where relative paths begin.
-        token: a file that the driver has written into the experiment's folder; each worker adds a line.
-        most_tries: Ray itself never gives up on a run that is killed for memory.
-        version: the driver's, of confitune.
-    """
+    """A group of runs, and what a worker must know to do them as the driver would."""
 
     jobs: tuple[Job, ...]
-    threads: int
-    home: Path
-    token: Path
-    most_tries: int
-    version: str = __version__
+    threads: int  # of torch
+    home: Path  # the driver's folder, where relative paths begin
+    token: Path  # a file that the driver has written into the experiment's folder; each worker adds a line
+    most_tries: int  # Ray itself never gives up on a run that is killed for memory
+    version: str = __version__  # the driver's
 
     def tries(self) -> list[str]:
         """The nodes that have taken the runs on so far."""

@@ -33,8 +33,7 @@ DEFAULTS: Mapping[str, Any] = {
 def shortened(config: Mapping[str, Any], usual: Options | None = None) -> dict[str, Any]:
     """A run's configuration in version 2; one of version 1 becomes what version 2 would have written.
 
-    Args:
-        usual: defaults of the method's options, by part; default: those of the method that the configuration names.
+    The usual options, by part, are by default those of the method that the configuration names.
 
     >>> shortened({"method": "ewc", "lr": 0.01, "tasks": 3, "options": {"ewc": {"strength": 7.0, "mode": "eval"}}})
     {'version': 2, 'method': 'ewc', 'tasks': 3, 'options': {'ewc': {'strength': 7.0}}}

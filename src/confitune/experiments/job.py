@@ -50,24 +50,16 @@ Watch = Callable[[ContinualNet, TaskSequence, TrainSettings, Path], Sequence[Lis
 
 @dataclass(frozen=True)
 class Job:
-    """One method of a recipe with one seed; it can be sent to another machine.
-
-    Attributes:
-        out: the folder of the experiment.
-        weights_sha256: of the network that it starts from.
-        command: how the run was asked for, for its result.
-        watch: makes listeners that measure something while the run goes on; a function of a module, so that other
-            machines find it.
-    """
+    """One method of a recipe with one seed; it can be sent to another machine."""
 
     recipe: Recipe
-    out: Path
+    out: Path  # the folder of the experiment
     method: str
     seed: int
-    weights_sha256: str
-    command: str
+    weights_sha256: str  # of the network that it starts from
+    command: str  # how the run was asked for, for its result
     checkpoint_seconds: float = 30.0
-    watch: Watch | None = None
+    watch: Watch | None = None  # a function of a module, so that other machines find it
 
     @property
     def folder(self) -> Path:

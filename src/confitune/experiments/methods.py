@@ -34,11 +34,7 @@ def options_of(method: Method) -> dict[str, type[BaseModel]]:
 
 
 def options_set(method: Method, only_given: bool = False) -> dict[str, dict[str, Any]]:
-    """The values of a method's options, by part, as JSON takes them; without those of Xconv BN.
-
-    Args:
-        only_given: without those that were left at their defaults.
-    """
+    """The values of a method's options (or only the given ones), by part, as JSON takes them; without Xconv BN's."""
     return {
         type(hook).name: hook.options.model_dump(mode="json", exclude_unset=only_given, exclude={*XCONV})
         for hook in method.hooks
@@ -77,21 +73,14 @@ class OptionReport:
 
 @dataclass(frozen=True)
 class MethodReport:
-    """What a method does and takes; numbers are those of `NETWORK`, without heads.
-
-    Attributes:
-        shares: what all tasks use together.
-        numbers_per_task: kept for each task.
-        numbers_once: kept once, however many tasks there are.
-        in_addition: what runs besides plain fine-tuning.
-    """
+    """What a method does and takes; numbers are those of `NETWORK`, without heads."""
 
     name: str
     summary: str
-    shares: str
+    shares: str  # what all tasks use together
     numbers_per_task: int
-    numbers_once: int
-    in_addition: str
+    numbers_once: int  # kept once, however many tasks there are
+    in_addition: str  # what runs besides plain fine-tuning
     reference: str
 
 

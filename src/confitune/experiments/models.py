@@ -46,9 +46,8 @@ def report_model(name: str) -> ModelReport:
     try:
         numbers = {}
         for means in get_args(Means):
-            model = without_memory(name)
             norms = XconvNorms(means)
-            net = ContinualNet(model, [norms, Head()])
+            net = ContinualNet(without_memory(name), [norms, Head()])
             numbers[means] = net.numbers_per_task
         return ModelReport(
             name=name,

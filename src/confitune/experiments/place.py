@@ -38,11 +38,7 @@ class Place(Protocol):
 
 
 class LocalPlace:
-    """This machine: one run after the other, or several seeds of a method at once.
-
-    Args:
-        parallel_seeds: how many seeds of a method run at once on the device; each gives what it gives alone.
-    """
+    """This machine: one run after the other, or `parallel_seeds` seeds of a method at once; each gives the same."""
 
     def __init__(self, console: Console | None = None, parallel_seeds: int = 1) -> None:
         self.console = console or Console(quiet=True)

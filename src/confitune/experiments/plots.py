@@ -35,7 +35,6 @@ def curves_figure(curves: Mapping[str, Array], *, title: str) -> Figure:
 
     Args:
         curves: method -> seeds x T, percent (see `confitune.metrics.average_accuracy_curve`). One seed has no band.
-        title: heading of the picture.
     """
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     heading(figure, title)
@@ -50,7 +49,6 @@ def overview_figure(runs: Mapping[str, Array], *, title: str) -> Figure:
 
     Args:
         runs: method -> seeds x T x T accuracy matrices, percent; the right side shows their mean over seeds.
-        title: heading of the picture.
     """
     height = max(3.8, 1.1 + 0.85 * len(runs))
     figure = Figure(figsize=(9.0, height), layout="constrained")
@@ -100,7 +98,8 @@ def _label_ends(axes: Axes, ends: Mapping[str, float], tasks: int, gap: float) -
     offset = max(0.03 * (tasks - 1), 0.03)
     colours = {name: line_look(index)[1] for index, name in enumerate(ends)}
     for name, position in zip(names, positions, strict=True):
-        text, there = f"{name}  {_number(ends[name])}", (tasks + 2 * offset, position)
+        end = "100" if round(ends[name], 1) == 100 else f"{ends[name]:.1f}"
+        text, there = f"{name}  {end}", (tasks + 2 * offset, position)
         look: dict[str, Any] = {"color": colours[name], "fontsize": 8.5, "fontweight": "bold", "va": "center"}
         axes.annotate(text, xy=(tasks, ends[name]), xytext=there, annotation_clip=False, **look)
 
@@ -114,13 +113,9 @@ def _learned_and_left(axes: Axes, method: str, seeds: Array, colour: str) -> Non
     axes.plot(task, learned, "o", markerfacecolor="white", zorder=3, label="when learned", **dots)
     axes.plot(task, left, "o", zorder=4, label="at the end", **dots)
     axes.set_title(method, loc="left", color=colour, fontsize=9, fontweight="bold", pad=5)
-    axes.set_title(_summary(seeds), loc="right", color=MUTED, fontsize=8, pad=5)
-
-
-def _summary(seeds: Array) -> str:
-    final = np.mean([average_accuracy(run) for run in seeds])
-    forgotten = np.mean([average_forgetting(run) for run in seeds])
-    return f"accuracy {final:.1f}" + ("" if np.isnan(forgotten) else f",  forgetting {forgotten:.1f}")
+    final, forgotten = (np.mean([metric(run) for run in seeds]) for metric in (average_accuracy, average_forgetting))
+    summary = f"accuracy {final:.1f}" + ("" if np.isnan(forgotten) else f",  forgetting {forgotten:.1f}")
+    axes.set_title(summary, loc="right", color=MUTED, fontsize=8, pad=5)
 
 
 def _diagonal_and_last(seeds: Array) -> Array:
@@ -143,10 +138,6 @@ def _spread(positions: Sequence[float], gap: float, highest: float) -> list[floa
 def _axis_floor(values: Array, step: int) -> float:
     """A round number below all values, far enough from 100 to leave the axis a range."""
     return max(0.0, min(90.0, step * math.floor(np.nanmin(values) / step)))
-
-
-def _number(value: float) -> str:
-    return "100" if round(value, 1) == 100 else f"{value:.1f}"
 
 
 def plain_axes(axes: Axes, tasks: int, *, levels: int) -> None:
@@ -191,22 +182,9 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def draw_panels(
-    panels: Mapping[str, Lines],
-    path: Path,
-    *,
-    title: str,
-    x: str,
-    y: Mapping[str, str],
-    scale: str = "linear",
+    panels: Mapping[str, Lines], path: Path, *, title: str, x: str, y: Mapping[str, str], scale: str = "linear"
 ) -> None:
-    """Line plots side by side, one legend.
-
-    Args:
-        panels: heading -> lines.
-        x: what the horizontal axis shows.
-        y: heading -> what the vertical axis shows.
-        scale: of the vertical axes; 'symlog' is logarithmic with a place for 0.
-    """
+    """Line plots by their headings side by side, one legend; the scale 'symlog' is logarithmic with a place for 0."""
     figure = Figure(figsize=(max(4.6 * len(panels), 5.2), 3.9), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11, fontweight="bold")
     for axes, (name, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):

@@ -59,13 +59,7 @@ class Recipe(DataSettings, NetworkSettings, TrainSettings):
         return create_method(name, options)
 
     def load_tasks(self, mean: Sequence[float], std: Sequence[float], progress: Progress | None = None) -> TaskSequence:
-        """The dataset's tasks, some of their training images held out where the recipe says so.
-
-        Args:
-            mean: of the network's preprocessing.
-            std: likewise.
-            progress: is told how many images are decoded.
-        """
+        """The dataset's tasks, preprocessed with mean and std; some images held out where the recipe says so."""
         cut = self.model_dump(include=set(DataSettings.model_fields) - {"dataset", "held_out", "scenario"})
         sequence = load_tasks(self.dataset, mean=mean, std=std, progress=progress, **cut)
         return sequence if self.held_out is None else sequence.validating(self.held_out, self.order_seed)
@@ -189,9 +183,8 @@ def _explained(problem: Any, source: str) -> str:
         return f"{source}: no option {name!r}{_hint(name)}"
     if problem["type"] == "literal_error":
         allowed = problem["ctx"]["expected"]
-        near = difflib.get_close_matches(
-            str(problem["input"]), allowed.replace("'", "").replace(" or ", ", ").split(", "), 1
-        )
+        choices = allowed.replace("'", "").replace(" or ", ", ").split(", ")
+        near = difflib.get_close_matches(str(problem["input"]), choices, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return f"{source}: {name}={given} is not known: {hint}There are {allowed}."
     return f"{source}: {name}={given}: {problem['msg']}"

@@ -15,7 +15,6 @@ from pathlib import Path
 from string import Template
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
@@ -88,7 +87,9 @@ def _dataset(folder: Path, methods: Runs) -> Iterator[str]:
     yield _table(["method", *COLUMNS], result_rows(methods, COLUMNS))
     yield _paragraph(EXPLAINED)
     if figure := overview_of(folder.name, methods):
-        yield _picture(figure)
+        png = io.BytesIO()
+        write_png(figure, png)
+        yield f'<img alt="overview" src="data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}">'
     yield _heading(3, "Average accuracy on the tasks learned so far (%)")
     tasks, rows = max(len(runs[0].accuracy_matrix) for runs in methods.values()), []
     for method, runs in methods.items():
@@ -114,7 +115,8 @@ def _dataset(folder: Path, methods: Runs) -> Iterator[str]:
     for method, runs in methods.items():
         for run in runs:
             yield _heading(4, f"{method}, seed {run.seed}")
-            yield _list(_facts(run))
+            facts = "".join(f"<li>{escape(name)}: {escape(text)}</li>" for name, text in _facts(run).items())
+            yield f"<ul>{facts}</ul>"
 
 
 def _facts(result: RunResult) -> dict[str, str]:
@@ -158,13 +160,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for name, *cells in rows
     )
     return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
-
-
-def _picture(figure: Figure) -> str:
-    png = io.BytesIO()
-    write_png(figure, png)
-    return f'<img alt="overview" src="data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}">'
-
-
-def _list(facts: dict[str, str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(name)}: {escape(text)}</li>" for name, text in facts.items()) + "</ul>"

@@ -24,11 +24,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def terminal_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", caption: str = "", bold: int | None = None
 ) -> Table:
-    """For a terminal; columns of numbers are aligned on the right.
-
-    Args:
-        bold: the row that stands out.
-    """
+    """For a terminal; columns of numbers are aligned on the right, the row `bold` stands out."""
     table = Table(title=Text(title) if title else None, caption=caption or None)
     table.title_justify = table.caption_justify = "left"
     for place, name in enumerate(head):

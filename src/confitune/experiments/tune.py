@@ -169,12 +169,7 @@ def _checked(recipe: Recipe, method: str, part: str, option: str, text: str) -> 
 
 
 def run_search(
-    search: Search,
-    out: Path,
-    *,
-    place: Place | None = None,
-    resume: bool = False,
-    retrain: bool = True,
+    search: Search, out: Path, *, place: Place | None = None, resume: bool = False, retrain: bool = True
 ) -> tuple[list[Point], list[RunResult]]:
     """Try every value, write what came out below `out`, and train the winner again on all training images.
 
@@ -271,10 +266,9 @@ def write_search(search: Search, points: list[Point], out: Path, retrained: list
 def write_winner(search: Search, best: Point, out: Path) -> None:
     """Write `winner.yaml`, a recipe that trains with the best value on all training images."""
     recipe = search.retraining(best.value).model_dump(mode="json", exclude_unset=True)
-    tried = ", ".join(map(value_text, search.grid))
-    comment = (
-        f"# {search.name(best.value)}: the best of {tried}\n"
+    text = (
+        f"# {search.name(best.value)}: the best of {', '.join(map(value_text, search.grid))}\n"
         f"# on {search.held_out:.0%} of the training images, held out (ACC {best.acc:.2f}, FGT {best.fgt:.2f}).\n"
+        f"{yaml.safe_dump(recipe, sort_keys=False)}"
     )
-    text = comment + yaml.safe_dump(recipe, sort_keys=False)
     write_whole(out / "winner.yaml", lambda file: file.write(text.encode()))

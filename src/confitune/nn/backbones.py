@@ -52,13 +52,12 @@ def create_backbone(name: str, weights: str | Path | None = None) -> Backbone:
     library, model_name = _resolve(name)
     installed = _installed_weights(model_name) if weights is None else None
     weights = weights or installed
-    offline = weights is not None
-    model, mean, std = _build(library, model_name, pretrained=not offline)
+    model, mean, std = _build(library, model_name, pretrained=weights is None)
     model, source = headless(model), f"{library}:{model_name} pre-trained"
     if str(weights) == "none":
         source = "none (random start)"
-    elif offline:
-        path = Path(str(weights))
+    elif weights is not None:
+        path = Path(weights)
         source = path.name
         if installed and hashlib.sha256(path.read_bytes()).hexdigest() != _SHA256[model_name]:
             raise ConfituneError(f"{path} is not what confitune was made with: reinstall its package, or use --weights")
@@ -87,9 +86,9 @@ def without_memory(name: str, most_bytes: float = math.inf) -> nn.Module:
             return build_model(name)
     except ConfituneError:
         library, rest = _resolve(name)
-        of_torchvision = library == "torchvision"
-        known = torchvision.models.get_model_weights(rest).DEFAULT.meta["num_params"] if of_torchvision else math.inf
-        if 2 * known > most_bytes:  # four bytes each, and not all are the backbone's
+        known = library == "torchvision"
+        numbers = torchvision.models.get_model_weights(rest).DEFAULT.meta["num_params"] if known else math.inf
+        if 2 * numbers > most_bytes:  # four bytes each, and not all are the backbone's
             raise ConfituneError(f"{most_bytes} bytes cannot be the weights of {name}") from None
         return build_model(name)
 
@@ -111,8 +110,7 @@ def headless(model: nn.Module) -> nn.Module:
                 setattr(model, auxiliary, None)
                 setattr(model, "aux_logits", False)  # noqa: B010
         if last := trace_flow(model).last:
-            parent, _, child = last.rpartition(".")
-            setattr(model.get_submodule(parent), child, nn.Identity())
+            model.set_submodule(last, nn.Identity())
     return model
 
 
@@ -123,8 +121,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: str) -> 
     if not own.keys() & state.keys() and [tensor.shape for tensor in state.values()][: len(own)] == shapes:
         state = dict(zip(own, state.values(), strict=False))
     wanted = [key for key in own if key in state or not key.endswith("num_batches_tracked")]  # not in older files
-    wrong = [key for key in wanted if key not in state or state[key].shape != own[key].shape]
-    if wrong:
+    if wrong := [key for key in wanted if key not in state or state[key].shape != own[key].shape]:
         raise ConfituneError(
             f"{source} does not fit {type(model).__name__}: {len(wrong)} tensors are missing or of another shape "
             f"({', '.join(wrong[:3])}). Are these the weights of another model?"
@@ -144,11 +141,9 @@ def state_sha256(module: nn.Module) -> str:
 
 def _resolve(name: str) -> tuple[str, str]:
     library, _, rest = name.rpartition(":")
-    in_timm = rest.split(".")[0] in timm.list_models()
-    in_torchvision = rest in torchvision.models.list_models(module=torchvision.models)
-    if in_timm and library in ("", "timm"):
+    if library in ("", "timm") and rest.split(".")[0] in timm.list_models():
         return "timm", rest
-    if in_torchvision and library in ("", "torchvision"):
+    if library in ("", "torchvision") and rest in torchvision.models.list_models(module=torchvision.models):
         return "torchvision", rest
     near = difflib.get_close_matches(name, model_names(), 3, 0.5)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
@@ -158,13 +153,11 @@ def _resolve(name: str) -> tuple[str, str]:
 def _build(library: str, name: str, pretrained: bool) -> tuple[nn.Module, tuple[float, ...], tuple[float, ...]]:
     try:
         if library == "timm":
-            model = timm.create_model(name, pretrained=pretrained)
-            cfg: Any = model.pretrained_cfg
-            return model, tuple(cfg["mean"]), tuple(cfg["std"])
+            model: Any = timm.create_model(name, pretrained=pretrained)
+            return model, tuple(model.pretrained_cfg["mean"]), tuple(model.pretrained_cfg["std"])
         weights = torchvision.models.get_model_weights(name).DEFAULT
         model = torchvision.models.get_model(name, weights=weights if pretrained else None)
-        transforms = weights.transforms()
-        return model, tuple(transforms.mean), tuple(transforms.std)
+        return model, tuple(weights.transforms().mean), tuple(weights.transforms().std)
     except Exception as error:
         offline = " Without a network connection, pass a file with --weights PATH, or 'none' for a random start."
         raise ConfituneError(
@@ -178,7 +171,10 @@ def _read_state(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        _require_unpacked(path)
+        if zipfile.is_zipfile(path):  # torch packs nothing: a few megabytes must not become gigabytes
+            with zipfile.ZipFile(path) as archive:
+                if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
+                    raise ValueError("it is packed")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's own words advise to run what is in the file
         raise ConfituneError(
@@ -189,12 +185,3 @@ def _read_state(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfituneError(f"{path} holds no state dict of tensors")
     return state
-
-
-def _require_unpacked(path: Path) -> None:
-    """Refuse a file of a few megabytes that unpacks to gigabytes; torch packs nothing."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            inside = sum(member.file_size for member in archive.infolist())
-        if inside > path.stat().st_size:
-            raise ConfituneError(f"{path} unpacks to {inside:,} bytes")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +47,7 @@ class ContinualNet(nn.Module):
     """
 
     def __init__(
-        self,
-        backbone: nn.Module,
-        parts: Sequence[Part],
-        *,
-        momentum: float = 0.1,
-        example_input: Tensor | None = None,
+        self, backbone: nn.Module, parts: Sequence[Part], *, momentum: float = 0.1, example_input: Tensor | None = None
     ) -> None:
         super().__init__()
         names = [part.name for part in parts]
@@ -75,8 +70,7 @@ class ContinualNet(nn.Module):
         self._bank = TaskBank(parts, self.head)
         self.tasks: Mapping[str, TaskEntry] = self._bank.tasks  # in the order in which they were added
         self._current: str | None = None
-        self._moves = 0  # of weights, where tensor versions do not show it
-        self._prepared: tuple[str, int] | None = None  # task and weights for which parts were prepared
+        self._prepared: int | None = None  # the version of the weights for which the current task's parts are prepared
         self.train(self.training)
 
     # ---- tasks -----------------------------------------------------------------------------------------------------
@@ -105,15 +99,12 @@ class ContinualNet(nn.Module):
 
     def part(self, kind: type[AnyPart]) -> AnyPart:
         """Its part of this kind."""
-        part = self.parts[kind.name]
-        assert isinstance(part, kind)
-        return part
+        return cast(AnyPart, self.parts[kind.name])
 
     def add_task(self, name: str, classes: int | Sequence[str], generator: torch.Generator | None = None) -> None:
         """Add a task and make it current. Its parts start as they say; most from the last task's.
 
         Args:
-            name: of the task.
             classes: names of the classes, or how many.
             generator: for random starts (a CPU generator; default: torch's global one).
         """
@@ -125,7 +116,7 @@ class ContinualNet(nn.Module):
         if self.tasks:
             more = [task for task, entry in self.tasks.items() if set(entry.owns) != {Head.name}]
             self.prepare((more or list(self.tasks))[-1])
-            self._store_current()
+            self._store()
         self.observer.image_size = None
         self.head.select(len(names))
         for part in self._parts:
@@ -141,7 +132,7 @@ class ContinualNet(nn.Module):
         entry = self._bank.entry(name)
         if name == self._current:
             return
-        self._store_current()
+        self._store()
         self._bank.load(entry)
         self._current, self._prepared = name, None
         self.observer.image_size = entry.image_size
@@ -153,31 +144,25 @@ class ContinualNet(nn.Module):
         Does nothing where that was done and no weight has moved since.
         """
         self.set_task(task if task is not None else self.current_task)
-        entry, key = self.tasks[self.current_task], (self.current_task, self._weights_version())
-        if not entry.finished or self._prepared == key:
-            return
-        for part in self._parts:
-            if part.name in entry.owns:
-                part.prepare()
-        self._prepared = key
+        entry, version = self.tasks[self.current_task], sum(p._version for p in self.shared_parameters().values())
+        if entry.finished and self._prepared != version:
+            for part in self._parts:
+                if part.name in entry.owns:
+                    part.prepare()
+            self._prepared = version
 
     def finish_task(self, owns: Sequence[str] | None = None) -> None:
         """End the current task's training: store its state for good. The task is then ready for evaluation.
 
-        Args:
-            owns: keep only these parts of it; of the others it uses what pre-training left. Default: all.
+        Of parts that are not in `owns` (default: all are) it uses what pre-training left.
         """
         name = self.current_task
-        entry = self.tasks[name]
-        if entry.finished:
+        if self.tasks[name].finished:
             raise ConfituneError(f"task {name!r} is finished already")
         self.observer.require_batches(name)
-        self.observer.fold()
-        self._bank.store(entry, finished=True, owns=owns)
+        self._store(finished=True, owns=owns)
         if owns is not None:
-            self._bank.load(entry)
-        entry.image_size = self.observer.image_size
-        self._prepared = None
+            self._bank.load(self.tasks[name])
         self.prepare(name)
 
     def reopen(self, name: str) -> None:
@@ -197,8 +182,7 @@ class ContinualNet(nn.Module):
         if name == self._current:
             self._current = None
         del self._bank.tasks[name]
-        self._prepared = None
-        self.head.keep_only({len(entry.classes) for entry in self.tasks.values()})
+        self.head.keep_only(len(entry.classes) for entry in self.tasks.values())
 
     def storage(self) -> dict[str, TaskStorage]:
         """What each task takes, measured from what is stored."""
@@ -210,7 +194,6 @@ class ContinualNet(nn.Module):
         """Logits of a task's head.
 
         Args:
-            x: images as the backbone takes them.
             task: a name (default: the current task), or in evaluation one task index per image (a mixed batch, without
                 gradients; rows are padded with -inf to the largest number of classes).
         """
@@ -218,8 +201,7 @@ class ContinualNet(nn.Module):
             return self._forward_mixed(x, task)
         if task is not None:
             self.set_task(task)
-        logits: Tensor = self.head(self.features(x))
-        return logits
+        return cast(Tensor, self.head(self.features(x)))
 
     def features(self, x: Tensor, backbone: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """What the backbone, or compiled code in its place, makes of images of the current task, [N, F]."""
@@ -280,7 +262,7 @@ class ContinualNet(nn.Module):
 
     def weights_moved(self) -> None:
         """Say that weights changed where tensor versions do not show it, as in a replayed graph."""
-        self._moves += 1
+        self._prepared = None
 
     @torch.no_grad()
     def measure(self, batches: Iterable[Tensor], forward: Callable[[Tensor], object] | None = None) -> Tensor:
@@ -289,9 +271,12 @@ class ContinualNet(nn.Module):
         In training mode, because batch moments are part of what was trained. `forward` takes a batch, of whatever kind,
         through this network; default: the network itself.
         """
-        self.observer.image_size = None
-        with self._in_mode(training=True):
+        before = self.training
+        self.train()
+        try:
             return self.observer.average(batches, forward or self)
+        finally:
+            self.train(before)
 
     @torch.no_grad()
     def start_pretrained(self, only: Sequence[str] | None = None) -> None:
@@ -303,7 +288,7 @@ class ContinualNet(nn.Module):
     @contextmanager
     def as_pretrained(self, only: Sequence[str] | None = None) -> Iterator[None]:
         """Within, in evaluation mode, the current, unfinished task's parts are those that pre-training left."""
-        self._store_current()
+        self._store()
         try:
             self.start_pretrained(only)
             with self.evaluating():
@@ -314,31 +299,21 @@ class ContinualNet(nn.Module):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within, in evaluation mode and without gradients."""
-        with self._in_mode(training=False), torch.no_grad():
-            yield
+        before = self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.train(before)
 
     @contextmanager
     def at_batch_moments(self) -> Iterator[None]:
         """Within, in evaluation mode, but batch norms use the moments of the batch at hand and keep nothing of them."""
-        norms = batch_norms(self.backbone)
-        before = [norm.track_running_stats for norm in norms]
-        with self.evaluating():
-            try:
-                for norm in norms:
-                    norm.training, norm.track_running_stats = True, False
-                yield
-            finally:
-                for norm, keeps in zip(norms, before, strict=True):
-                    norm.track_running_stats = keeps
-
-    @contextmanager
-    def _in_mode(self, training: bool) -> Iterator[None]:
-        before = self.training
-        self.train(training)
-        try:
+        with self.evaluating(), self.observer.untracked():
+            for norm in batch_norms(self.backbone):
+                norm.train()
             yield
-        finally:
-            self.train(before)
 
     # ---- in and out ------------------------------------------------------------------------------------------------
 
@@ -346,7 +321,7 @@ class ContinualNet(nn.Module):
         """Everything that is the task's own, by layer; the task's name is not part of the keys."""
         entry = self._bank.entry(name)
         if name == self._current:
-            self._store_current()
+            self._store()
         return self._bank.to_state(entry)
 
     def load_task_state_dict(
@@ -357,18 +332,15 @@ class ContinualNet(nn.Module):
         if name == self._current:
             self._current = None  # what was live is replaced, not stored
         self._bank.tasks[name] = entry
-        self._prepared = None
         self.set_task(name)
 
     def shared_state_dict(self) -> dict[str, Tensor]:
         """What all tasks share: the backbone without what tasks own, and what is kept of pre-training."""
         own = {key for part in self._beside_head() for key in part.live(False)}
         own |= {f"{key.rpartition('.')[0]}.num_batches_tracked" for key in own}
-        layers = self.backbone.state_dict()
-        state = {key: tensor for key, tensor in layers.items() if key not in own}
-        for part in self._beside_head():
-            state |= {key: kept for key, kept in part.pretrained().items() if key in layers}
-        return state
+        layers, kept = self.backbone.state_dict(), [part.pretrained() for part in self._beside_head()]
+        shared = {key: tensor for key, tensor in layers.items() if key not in own}
+        return shared | {key: tensor for of in kept for key, tensor in of.items() if key in layers}
 
     @torch.no_grad()
     def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -396,20 +368,16 @@ class ContinualNet(nn.Module):
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """See `get_extra_state`."""
         if state["kinds"] != self.kinds:
             raise ConfituneError(f"the state is of a network with {state['kinds']}, this one has {self.kinds}")
         device = next(self.backbone.parameters()).device
         self._bank.tasks.clear()
         for name, values in state["tasks"].items():
-            entry = TaskEntry(**{**values, "row": values["row"].to(device, copy=True)})
-            self._bank.tasks[name] = entry
-            self.head.select(len(entry.classes))
-        self.head.keep_only({len(entry.classes) for entry in self.tasks.values()})  # it may be from before a task
-        self._current, self.observer.image_size = state["current"], state["image_size"]
+            self._bank.tasks[name] = TaskEntry(**{**values, "row": values["row"].to(device, copy=True)})
+        self._current, self.observer.image_size, self._prepared = state["current"], state["image_size"], None
+        self.head.keep_only(len(entry.classes) for entry in self.tasks.values())  # it may be from before a task
         if self._current is not None:
             self.head.select(len(self.tasks[self._current].classes))
-        self._prepared = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> ContinualNet:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -418,16 +386,12 @@ class ContinualNet(nn.Module):
         self._prepared = None
         return self
 
-    def _store_current(self) -> None:
+    def _store(self, finished: bool = False, owns: Sequence[str] | None = None) -> None:
         """An unfinished task's row follows what is live; a finished one's never changes."""
-        if self._current is not None and not self.tasks[self._current].finished:
-            entry = self.tasks[self._current]
+        if self._current is not None and not (entry := self.tasks[self._current]).finished:
             self.observer.fold()
-            self._bank.store(entry, finished=False)
+            self._bank.store(entry, finished, owns)
             entry.image_size = self.observer.image_size
-
-    def _weights_version(self) -> int:
-        return self._moves + sum(parameter._version for parameter in self.shared_parameters().values())
 
     def _beside_head(self) -> list[Part]:
         """The parts in the backbone; the head's names may be those of its layers."""

@@ -7,14 +7,16 @@ a product of such matrices, without slicing the input K*K times.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 Means = Literal["window", "phase"]
-Pair = tuple[int, int]
+Pair = tuple[int, ...]  # of rows and of columns, typed as in torch
 Size = tuple[int, int]
 
 
@@ -71,6 +73,23 @@ class ConvGeometry:
         """P[a, h] averages the input indices a, a + s, a + 2s, ... ([stride, size]; a phase without pixels is 0)."""
         member = _phase_membership(size, self.stride[axis]).T
         return member / member.sum(1, keepdim=True).clamp(min=1)
+
+
+def window_means_from_phases(phase_means: Tensor, geometry: ConvGeometry, size: Size) -> Tensor:
+    """Window means of the periodic map that phase means define at the input's real size ([C, s, s] -> [C, K, K]).
+
+    Same number as building the map, running the convolution on it and averaging the output (Eq. 11), without the map.
+    """
+    rows, columns = both_axes(geometry.window_from_phases, size, phase_means.device, phase_means.dtype)
+    return rows @ phase_means @ columns.T
+
+
+@lru_cache(maxsize=4096)
+def both_axes(
+    matrix: Callable[[int, int], Tensor], size: Size, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """A geometry's matrices of rows and columns, made and copied once, since a copy would make a GPU wait."""
+    return matrix(0, size[0]).to(device, dtype), matrix(1, size[1]).to(device, dtype)
 
 
 def _phase_membership(size: int, stride: int) -> Tensor:

@@ -24,22 +24,17 @@ Seen = tuple[Size | None, tuple[Size | None, ...]]
 
 
 class Observer:
-    """Of one network.
+    """Of one network, with the parts that take means of what convolutions read.
 
-    Args:
-        backbone: whose batch norms are observed.
-        parts: those that take means of what convolutions read; their `statistics` says when: 'running' while training,
-            as batch norm does (the paper), 'pass' in a pass with the final weights.
-
-    Attributes:
-        image_size: of the current task's training images.
+    Their `statistics` say when: 'running' while training, as batch norm does (the paper), 'pass' in a pass with the
+    final weights.
     """
 
     def __init__(self, backbone: nn.Module, parts: Sequence[Part]) -> None:
         self._backbone = backbone
         self._inputs = [inputs for part in parts for inputs in part.input_means]
         self.statistics: Statistics = parts[0].statistics if parts else "running"
-        self.image_size: Size | None = None
+        self.image_size: Size | None = None  # of the current task's training images
         self.track(self.statistics == "running")
 
     @property
@@ -91,11 +86,7 @@ class Observer:
         return self.image_size, tuple(inputs.size for inputs in self._inputs)
 
     def replayed(self, seen: Seen) -> None:
-        """A training batch went through a captured graph.
-
-        Args:
-            seen: from right after the capture.
-        """
+        """A training batch went through a captured graph, right after whose capture `seen` was taken."""
         self.image_size, sizes = seen
         if self._tracking:
             for inputs, size in zip(self._inputs, sizes, strict=True):
@@ -124,8 +115,7 @@ class Observer:
     def average(self, batches: Iterable[Any], forward: Callable[[Any], object]) -> Tensor:
         """Make moments and input means averages over whole batches (Eq. 3, Eq. 10); the network is in training mode.
 
-        Returns:
-            Whether all of it is finite, as a tensor that nobody has waited for.
+        Returns whether all of it is finite, as a tensor that nobody has waited for.
         """
         norms = [norm for norm in batch_norms(self._backbone) if norm.training]  # others keep what they have
         moments = [m for norm in norms for m in (norm.running_mean, norm.running_var) if m is not None]

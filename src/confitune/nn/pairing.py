@@ -127,12 +127,8 @@ def _geometry(conv: nn.Module) -> ConvGeometry | None:
     if not isinstance(conv, nn.Conv2d) or conv.padding_mode != "zeros" or not _is_plain(conv):
         return None
     left, right, top, bottom = conv._reversed_padding_repeated_twice
-    return ConvGeometry(
-        kernel=(conv.kernel_size[0], conv.kernel_size[1]),
-        stride=(conv.stride[0], conv.stride[1]),
-        dilation=(conv.dilation[0], conv.dilation[1]),
-        padding=None if isinstance(conv, Conv2dSame) else ((top, bottom), (left, right)),
-    )
+    padding = None if isinstance(conv, Conv2dSame) else ((top, bottom), (left, right))
+    return ConvGeometry(conv.kernel_size, conv.stride, conv.dilation, padding)
 
 
 def _stamp(tensor: Tensor) -> _Stamp:

@@ -56,16 +56,14 @@ class TaskBank:
             raise ConfituneError(f"no task {task!r}; tasks: {known}. Add it with add_task({task!r}, classes)")
         return self.tasks[task]
 
-    def shapes(self, part: str, finished: bool, classes: int) -> dict[str, torch.Size]:
-        """Of what is kept of a part of a task with so many classes, by name and in order."""
-        if part == self._head.name:
-            return self._head.shapes(classes)
-        return {key: tensor.shape for key, tensor in self._parts[part].live(finished).items()}
+    def _shapes(self, entry: TaskEntry) -> dict[str, dict[str, torch.Size]]:
+        """Of what is kept of a task, by part and name, in the order of its row."""
+        return {part: self._parts[part].shapes(entry.finished, len(entry.classes)) for part in entry.owns}
 
     def storage(self, entry: TaskEntry) -> TaskStorage:
         """What a task takes."""
-        shapes = {part: self.shapes(part, entry.finished, len(entry.classes)) for part in entry.owns}
-        return TaskStorage({part: sum(shape.numel() for shape in of.values()) for part, of in shapes.items()})
+        shapes = self._shapes(entry).items()
+        return TaskStorage({part: sum(shape.numel() for shape in of.values()) for part, of in shapes})
 
     def store(self, entry: TaskEntry, finished: bool, owns: Sequence[str] | None = None) -> None:
         """Pack what is live into `entry`; of a task that owns only some parts, those."""
@@ -89,10 +87,7 @@ class TaskBank:
 
     def _named(self, entry: TaskEntry) -> dict[str, Tensor]:
         """A task's row as named views. Keys name layers, never the task, so a saved task can be renamed or moved."""
-        shapes: dict[str, torch.Size] = {}
-        for part in entry.owns:
-            shapes |= self.shapes(part, entry.finished, len(entry.classes))
-        return unpack(entry.row, shapes)
+        return unpack(entry.row, {key: shape for of in self._shapes(entry).values() for key, shape in of.items()})
 
     # ---- one task as named tensors ---------------------------------------------------------------------------------
 
@@ -115,17 +110,15 @@ class TaskBank:
             classes = self.tasks[name].classes if name in self.tasks else tuple(map(str, range(len(head))))
         if len(classes) != len(head) or len(set(classes)) != len(head):
             raise ConfituneError(f"task {name!r}: {len(set(classes))} class names for a head of {len(head)} classes")
-        finished = "finished" in state and bool(state["finished"].all())
-        owns: list[str] = []
-        tensors: dict[str, torch.Size] = {}
-        facts: dict[str, torch.Size] = {}
-        for part in self._parts.values():
-            shapes = self.shapes(part.name, finished, len(classes))
-            if not part.pretrained() or any(key in state for key in shapes):
-                owns.append(part.name)
-                tensors |= shapes
-                facts |= {key: torch.Size((len(fact),)) for key, fact in part.facts().items()}
-        whole = {**facts, "image_size": torch.Size((2,)), "finished": torch.Size(())}
+        entry = TaskEntry(tuple(classes), torch.empty(0), tuple(self._parts))
+        entry.finished = "finished" in state and bool(state["finished"].all())
+        shapes = self._shapes(entry)
+        entry.owns = tuple(
+            part for part, of in shapes.items() if not self._parts[part].pretrained() or any(key in state for key in of)
+        )
+        tensors = {key: shape for part in entry.owns for key, shape in shapes[part].items()}
+        facts = {key: (len(fact),) for part in entry.owns for key, fact in self._parts[part].facts().items()}
+        whole = {**facts, "image_size": (2,), "finished": ()}
         for key, shape in (tensors | whole).items():
             if key not in state or state[key].shape != shape:
                 got = f"of shape {tuple(state[key].shape)}" if key in state else "missing"
@@ -136,12 +129,8 @@ class TaskBank:
             number = state[key]
             if key in whole and (number.is_floating_point() or number.is_complex() or bool((number.long() < 0).any())):
                 raise ConfituneError(f"task {name!r}: {key} must hold whole numbers from 0 on, not {number.tolist()}")
+        entry.row = pack(state[key].to(like) for key in tensors)
+        entry.facts = {key: tuple(state[key].tolist()) for key in facts}
         height, width = state["image_size"].tolist()
-        return TaskEntry(
-            classes=tuple(classes),
-            row=pack(state[key].to(like) for key in tensors),
-            owns=tuple(owns),
-            finished=finished,
-            image_size=(height, width) if height else None,
-            facts={key: tuple(state[key].tolist()) for key in facts},
-        )
+        entry.image_size = (height, width) if height else None
+        return entry

@@ -47,17 +47,11 @@ IMAGE_ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".pp
 
 @dataclass(frozen=True)
 class Pipeline:
-    """From an RGB image to stored bytes [3, 224, 224].
+    """From an RGB image to stored bytes [3, 224, 224]."""
 
-    Args:
-        name: "clean" or "published".
-        wrap: (mean, std) of the double transform, None to leave it out.
-        use_box: crop to the image's bounding box first.
-    """
-
-    name: str = "clean"
-    wrap: tuple[tuple[float, ...], tuple[float, ...]] | None = None
-    use_box: bool = False
+    name: str = "clean"  # or "published"
+    wrap: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # mean and std of the double transform
+    use_box: bool = False  # crop to the image's bounding box first
 
     def __call__(self, image: Image.Image, box: Box | None = None) -> NDArray[np.uint8]:
         """The stored bytes of one image; `box` is (left, top, right, bottom) and clipped to the image."""

@@ -46,8 +46,7 @@ def load_tasks(
             or parts of them joined by '+', each with the tasks to take of it, counted from 1:
             "photos:1-2+digits:1+photos:3-5". A part without tasks is all of them. Tasks are then called "photos-task1",
             "digits-task1", ...; each keeps its dataset's size of images. A path with a '+' can only stand alone.
-        mean: of the backbone's own preprocessing, per channel, for values in [0, 1].
-        std: likewise.
+        mean: of the backbone's own preprocessing, per channel, for values in [0, 1]; std likewise.
         data_dir: the folder that holds `flowers-102/` and the like (torchvision's `root`), or that folder itself;
             default `$CONFITUNE_DATA` or `~/.cache/confitune/data`.
         cache_dir: where decoded images are kept (1.2 GB for flowers102); default `$CONFITUNE_CACHE` or
@@ -132,14 +131,11 @@ def load_folder_task(
 
     Args:
         folder: one folder of images for each class, or train/ and test/ with such folders; see `datasets/folder.py`.
-        name: of the task.
-        mean: of the backbone's own preprocessing.
-        std: likewise.
+        mean: of the backbone's own preprocessing, as std.
         size: of the network's input, in pixels; images are cut to 224 square ones first.
         known: classes that the task has already; others of the folder come after them. One class is then enough, and
             a folder of images alone is a class with the folder's name.
-        cache_dir: as in `load_tasks`.
-        progress: called as progress(what, done, total) while images are decoded.
+        cache_dir: as in `load_tasks`, and so is progress.
     """
     images = read_folder(folder.expanduser(), least=1 if known else 2)
     classes = (*known, *(name for name in images.classes if name not in known))

@@ -49,15 +49,10 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 @dataclass(frozen=True)
 class Part:
-    """Tasks of one dataset.
+    """Tasks of one dataset."""
 
-    Args:
-        dataset: a key of `DATASETS`, "folder:PATH", "FILE.py:FUNCTION" or "package.module:FUNCTION".
-        tasks: the first and the last one, counted from 1; None: all.
-    """
-
-    dataset: str
-    tasks: tuple[int, int] | None = None
+    dataset: str  # a key of `DATASETS`, "folder:PATH", "FILE.py:FUNCTION" or "package.module:FUNCTION"
+    tasks: tuple[int, int] | None = None  # the first and the last one, counted from 1; None: all
 
     @property
     def folder(self) -> str | None:
@@ -147,13 +142,9 @@ def dataset_info(name: str) -> DatasetInfo:
     if len(parts) == 1 and parts[0].tasks is None:
         return sets[0]
     sizes = {info.classes_per_task for info in sets}
-    return replace(
-        sets[0],
-        name=name,
-        tasks=None,
-        classes_per_task=sizes.pop() if len(sizes) == 1 else None,
-        pipelines=tuple(p for p in sets[0].pipelines if all(p in info.pipelines for info in sets)),
-    )
+    pipelines = tuple(p for p in sets[0].pipelines if all(p in info.pipelines for info in sets))
+    per_task = sizes.pop() if len(sizes) == 1 else None
+    return replace(sets[0], name=name, tasks=None, classes_per_task=per_task, pipelines=pipelines)
 
 
 def _part(text: str) -> Part:

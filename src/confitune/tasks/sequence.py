@@ -23,19 +23,13 @@ from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD, Images, Preprocess
 class TaskSequence(Sequence[Task]):
     """Tasks in the order in which they are learned; indexed and sliced like a tuple.
 
-    Args:
-        name: of the dataset, e.g. "flowers102", or of its parts, e.g. "photos:1-2+digits:1".
-        pipeline: how its images were treated: "clean", "published" or, for a user's own datasets, "own".
-        tasks: the tasks, with different names.
-        unused_classes: classes of the dataset that were left over when it was cut into tasks of equal size.
-
     Get one from `load_tasks("flowers102", mean=..., std=...)` or from `TaskSequence.from_datasets(...)`.
     """
 
-    name: str
-    pipeline: str
-    tasks: tuple[Task, ...]
-    unused_classes: tuple[str, ...] = ()
+    name: str  # of the dataset, e.g. "flowers102", or of its parts, e.g. "photos:1-2+digits:1"
+    pipeline: str  # how its images were treated: "clean", "published" or, for a user's own datasets, "own"
+    tasks: tuple[Task, ...]  # with different names
+    unused_classes: tuple[str, ...] = ()  # left over when the dataset was cut into tasks of equal size
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -152,10 +146,8 @@ class TaskSequence(Sequence[Task]):
                 Items are (image, label): a PIL image, a uint8 tensor [C,H,W] with C 1 or 3, or a float tensor [C,H,W]
                 that your own transform has already resized and normalised. All images of a task must have one size.
             name: of the sequence, as it appears in results.
-            mean: of the backbone, for PIL and uint8 images; float images are not normalised again.
-            std: likewise.
-            resize: resize the short side of PIL and uint8 images on the fly (see `Preprocess`).
-            crop: then crop their centre.
+            mean: of the backbone, for PIL and uint8 images, as std; float images are not normalised again.
+            resize: resize the short side of PIL and uint8 images on the fly, then `crop` their centre (`Preprocess`).
             test_share: part of a single dataset that is held out for testing, the same in every class.
             seed: of that split.
             class_names: for each task the names of its labels in ascending order. Default: `dataset.classes[label]`

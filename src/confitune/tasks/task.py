@@ -28,22 +28,16 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 class Preprocess:
     """How stored pixels become network input.
 
-    Args:
-        mean: per channel, of values scaled to [0, 1]; use the backbone's own.
-        std: per channel, likewise.
-        resize: resize the short side to this many pixels (bilinear, antialiased); None keeps the stored size.
-        crop: then cut this many pixels square from the centre; None keeps everything.
-
     >>> grey = torch.full((1, 3, 8, 8), 51, dtype=torch.uint8)  # 51 / 255 = 0.2
     >>> ready = Preprocess(mean=(0.1,) * 3, std=(0.5,) * 3, resize=64)(grey)  # (0.2 - 0.1) / 0.5
     >>> list(ready.shape), round(ready.mean().item(), 4)
     ([1, 3, 64, 64], 0.2)
     """
 
-    mean: tuple[float, ...]
+    mean: tuple[float, ...]  # per channel, of values scaled to [0, 1]; use the backbone's own
     std: tuple[float, ...]
-    resize: int | None = None
-    crop: int | None = None
+    resize: int | None = None  # the short side to so many pixels (bilinear, antialiased); None keeps the stored size
+    crop: int | None = None  # then cut so many pixels square from the centre; None keeps everything
 
     @classmethod
     def of_cut(cls, mean: Sequence[float], std: Sequence[float], size: int) -> Preprocess:
@@ -75,11 +69,6 @@ class Preprocess:
 class Images:
     """One split (train or test) of one task.
 
-    Args:
-        pixels: uint8 [M,3,H,W] (or float, already normalised), possibly a memory map shared by all tasks.
-        rows: int64 [N], which rows of `pixels` belong to this split.
-        labels: int64 [N], their classes, counted from 0 within the task.
-
     >>> images = Images(torch.zeros(5, 3, 2, 2, dtype=torch.uint8), torch.tensor([1, 4]), torch.tensor([0, 1]))
     >>> len(images)
     2
@@ -88,9 +77,9 @@ class Images:
     ([1, 3, 2, 2], [1])
     """
 
-    pixels: Tensor
-    rows: Tensor
-    labels: Tensor
+    pixels: Tensor  # uint8 [M,3,H,W] (or float, already normalised), possibly a memory map shared by all tasks
+    rows: Tensor  # int64 [N], which rows of `pixels` belong to this split
+    labels: Tensor  # int64 [N], their classes, counted from 0 within the task
 
     def __post_init__(self) -> None:
         kind = self.pixels.dtype == torch.uint8 or self.pixels.is_floating_point()
@@ -121,24 +110,14 @@ class Images:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Classes to tell apart, and the images to learn and to test that with.
+    """Classes to tell apart, and the images to learn and to test that with."""
 
-    Args:
-        name: unique in its sequence.
-        classes: names; a label is an index into them.
-        train: images to learn from.
-        test: images to test with.
-        preprocess: turns a batch of pixels into network input.
-        groups: (first, stop) class ranges of the tasks that were merged into this one, for joint training;
-            empty for an ordinary task.
-    """
-
-    name: str
-    classes: tuple[str, ...]
+    name: str  # unique in its sequence
+    classes: tuple[str, ...]  # a label is an index into them
     train: Images
     test: Images
     preprocess: Preprocess
-    groups: tuple[tuple[int, int], ...] = ()
+    groups: tuple[tuple[int, int], ...] = ()  # first and stop of the classes of tasks that were merged into a joint one
 
     def inputs(self, pixels: Tensor) -> Tensor:
         """What the network takes of stored pixels, channels last."""
@@ -155,10 +134,8 @@ class Task:
                 raise DataError(f"task {self.name!r} has no {split} images")
             low, high = int(images.labels.min()), int(images.labels.max())
             if low < 0 or high >= len(self.classes):
-                raise DataError(
-                    f"task {self.name!r} has {len(self.classes)} classes, "
-                    f"but its {split} labels reach from {low} to {high}"
-                )
+                labels = f"its {split} labels reach from {low} to {high}"
+                raise DataError(f"task {self.name!r} has {len(self.classes)} classes, but {labels}")
 
 
 @lru_cache(maxsize=64)  # copied to the device once: a copy for every batch would be slow and cannot be captured

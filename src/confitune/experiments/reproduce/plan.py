@@ -27,23 +27,14 @@ QUICK: Mapping[str, Any] = {"epochs": 5, "seeds": 1, "tasks": 2}  # the fewest e
 
 @dataclass(frozen=True)
 class Scope:
-    """What is asked for.
+    """What is asked for."""
 
-    Args:
-        out: where everything goes.
-        datasets: of the paper, or any other that `load_tasks` knows.
-        methods: only these, of those that an experiment compares; None: all.
-        quick: two tasks, five epochs and one seed where nothing else is asked for, to see that everything works.
-        given: recipe values for every run, in place of the paper's.
-        rows: more of them for the runs of some methods, by name.
-    """
-
-    out: Path
-    datasets: tuple[str, ...] = ("flowers102",)
-    methods: tuple[str, ...] | None = None
-    quick: bool = False
-    given: Mapping[str, Any] = field(default_factory=dict)
-    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    out: Path  # where everything goes
+    datasets: tuple[str, ...] = ("flowers102",)  # of the paper, or any other that `load_tasks` knows
+    methods: tuple[str, ...] | None = None  # only these, of those that an experiment compares; None: all
+    quick: bool = False  # as in `QUICK`, where nothing else is asked for, to see that everything works
+    given: Mapping[str, Any] = field(default_factory=dict)  # recipe values for every run, in place of the paper's
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # more for the runs of some methods, by name
 
     def recipe(self, dataset: str, method: str, **values: Any) -> Recipe:
         """One experiment as the paper does it: its network, images, phase means, running statistics, 5 seeds."""
@@ -167,24 +158,16 @@ def parts_of(what: str, scope: Scope) -> list[Part]:
         compared[name] = [(("finetune", "confit"), {"epochs": 50, "model": network, **own}) for network in networks]
     if what not in compared:
         return []
-    parts = [
-        part
-        for dataset in scope.datasets
-        for methods, values in compared[what]
-        for part in _parts(scope, dataset, methods, **values)
-    ]
+    parts = []
+    for dataset in scope.datasets:
+        for methods, values in compared[what]:
+            for method in scope.chosen(methods):
+                once = {"seeds": 1} if method == "ccll" and "seeds" not in scope.given else {}  # as in the paper
+                recipe = scope.recipe(dataset, method, **values, **once)
+                parts.append(Part(recipe, scope.folder(recipe)))
     if not parts:
         raise ConfituneError(f"none of the methods asked for is part of {what}")
     return parts
-
-
-def _parts(scope: Scope, dataset: str, methods: Sequence[str], **values: Any) -> list[Part]:
-    found = []
-    for method in scope.chosen(methods):
-        once = {"seeds": 1} if method == "ccll" and "seeds" not in scope.given else {}  # as in the paper
-        recipe = scope.recipe(dataset, method, **values, **once)
-        found.append(Part(recipe, scope.folder(recipe)))
-    return found
 
 
 def results_of(parts: Sequence[Part]) -> dict[str, list[RunResult]]:

@@ -36,10 +36,8 @@ WHATS = tuple(WRITERS)
 def reproduce(whats: Sequence[str], scope: Scope, *, place: Place | None = None) -> list[Outcome]:
     """Every table or figure of `whats` ('all': all of them) below `scope.out`: Markdown, JSON and pictures.
 
-    Runs that are done are taken as they are, wherever they were needed before; one that was broken off goes on.
-
-    Args:
-        place: where runs are done (`open_place`); default: here, one after the other, without a word.
+    Runs that are done are taken as they are, wherever they were needed before; one that was broken off goes on. By
+    default runs are done here, one after the other, without a word; see `open_place`.
     """
     place = place or LocalPlace()
     unknown = [what for what in whats if what not in (*WHATS, "all")]
@@ -61,11 +59,7 @@ def reproduce(whats: Sequence[str], scope: Scope, *, place: Place | None = None)
 
 
 def _run_missing(parts: Sequence[Part], watched: Sequence[Part], place: Place) -> list[tuple[Part, str]]:
-    """Do what is not done; what could not be trained, and why.
-
-    Args:
-        watched: runs whose moments are measured on the way.
-    """
+    """Do what is not done, and measure moments of watched runs on the way; what could not be trained, and why."""
     unique = list({(part.folder, part.recipe.dataset, part.method): part for part in parts}.values())
     plans = []
     for part in unique:

@@ -31,8 +31,7 @@ class Calibrations(Part):
 
     def __init__(self, start: Start = "random", group: int = 1) -> None:
         super().__init__()
-        self.start_from: Start = start
-        self.group = group
+        self.start_from, self.group = start, group
         self.layers = nn.ModuleList()
         self.names: list[str] = []  # of the batch norms that they stand around
 
@@ -74,10 +73,10 @@ class Calibration(nn.Module):
 
     def __init__(self, channels: int, start: Start, group: int = 1) -> None:
         super().__init__()
-        group = next(size for size in range(group, 0, -1) if channels % size == 0)
+        groups = channels // next(size for size in range(group, 0, -1) if channels % size == 0)
         self.start: Start = start
-        self.spatial = Spatial(channels, channels, 3, padding=1, groups=channels // group, bias=False)
-        self.gate = Gate(channels, channels // group, 2 if start == "identity" else 1)
+        self.spatial = Spatial(channels, channels, 3, padding=1, groups=groups, bias=False)
+        self.gate = Gate(channels, groups, 2 if start == "identity" else 1)
         self.reset(None)
 
     @torch.no_grad()
@@ -92,11 +91,10 @@ class Calibration(nn.Module):
         self.gate.norm.reset_parameters()
 
     def before(self, norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Forward pre-hook of the batch norm."""
+        """Forward pre-hook of the batch norm; `after` is its forward hook."""
         return (self.spatial(args[0]), *args[1:])
 
     def after(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Its forward hook."""
         return self.gate(output)  # type: ignore[no-any-return]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -28,9 +31,7 @@ class Head(Part):
     @property
     def linear(self) -> nn.Linear:
         """The live layer of the current task."""
-        layer = self.linears[str(self._classes)]
-        assert isinstance(layer, nn.Linear)
-        return layer
+        return cast(nn.Linear, self.linears[str(self._classes)])
 
     def select(self, classes: int) -> None:
         """The task that comes to live has so many classes."""
@@ -40,19 +41,19 @@ class Head(Part):
             layer = nn.Linear(self.features, classes, device=like.device, dtype=like.dtype)
             self.linears[str(classes)] = layer.train(self.training)
 
-    def keep_only(self, counts: set[int]) -> None:
-        """Drop live layers that no task needs."""
-        for unused in set(self.linears) - set(map(str, counts)):
+    def keep_only(self, counts: Iterable[int]) -> None:
+        """Have live layers for tasks with so many classes, and no others."""
+        current, needed = self._classes, set(counts)
+        for classes in needed:
+            self.select(classes)
+        for unused in set(self.linears) - set(map(str, needed)):
             del self.linears[unused]
-        self._classes = self._classes if self._classes in counts else 0
+        self._classes = current if current in needed else 0
 
     def live(self, finished: bool) -> dict[str, Tensor]:
-        if not self._classes:
-            return {}
-        return {"head.weight": self.linear.weight.detach(), "head.bias": self.linear.bias.detach()}
+        return {f"head.{key}": tensor for key, tensor in self.linear.state_dict().items()} if self._classes else {}
 
-    def shapes(self, classes: int) -> dict[str, torch.Size]:
-        """Of what is kept of a task with so many classes."""
+    def shapes(self, finished: bool, classes: int) -> dict[str, torch.Size]:
         return {"head.weight": torch.Size((classes, self.features)), "head.bias": torch.Size((classes,))}
 
     @torch.no_grad()
@@ -72,6 +73,4 @@ class Head(Part):
         return [*self.linear.parameters()] if self._classes else []
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits."""
-        logits: Tensor = self.linear(features)
-        return logits
+        return cast(Tensor, self.linear(features))  # logits

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
-from confitune.nn.geometry import ConvGeometry, Means, Size
-from confitune.nn.recovery import on_device, window_means_from_phases
+from confitune.nn.geometry import ConvGeometry, Means, Size, both_axes, window_means_from_phases
 
 Statistics = Literal["running", "pass"]
 
@@ -27,12 +26,6 @@ class InputMeans(nn.Module):
 
     Tables are [C, K, K] window means of a geometry, or [C, s, s] phase means of a stride. The addresses of buffers
     never change: captured graphs rely on them.
-
-    Attributes:
-        tracking: whether training batches are taken in.
-        cumulative: whether their average is a plain one, not an exponential one with `momentum`.
-        size: of the tensor's planes in this task.
-        batches: taken in since the last reset.
     """
 
     share: Tensor
@@ -40,9 +33,10 @@ class InputMeans(nn.Module):
     def __init__(self, channels: int, means: Means, momentum: float) -> None:
         super().__init__()
         self.channels, self.means, self.momentum = channels, means, momentum
-        self.tracking, self.cumulative = True, False
-        self.size: Size | None = None
-        self.batches = 0
+        self.tracking = True  # whether training batches are taken in
+        self.cumulative = False  # whether their average is a plain one, not an exponential one with `momentum`
+        self.size: Size | None = None  # of the tensor's planes in this task
+        self.batches = 0  # taken in since the last reset
         self._pending = 0  # of them, how many are in `_plane` and not yet in the tables
         self._geometries: dict[Hashable, ConvGeometry] = {}  # one for each table
         self.register_buffer("share", torch.ones(()), persistent=False)  # of the next batch in an exponential average
@@ -84,7 +78,6 @@ class InputMeans(nn.Module):
 
     @torch.no_grad()
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """See `get_extra_state`."""
         if [table.shape for table in state["tables"]] != [table.shape for table in self.tables]:
             raise ConfituneError("the state's input means belong to other layers: is it the state of another network?")
         self.restore(state["size"], state["batches"])
@@ -143,7 +136,6 @@ class InputMeans(nn.Module):
         """Bring the pending batches into the tables."""
         if not self._pending:
             return
-        assert self.size is not None
         earlier, plane = self.batches - self._pending, self._plane
         if self.cumulative:
             keep, add = earlier / self.batches, 1 / self.batches
@@ -151,7 +143,7 @@ class InputMeans(nn.Module):
             keep, add = (1 - self.momentum) ** self._pending if earlier else 0.0, 1.0
         for table, geometry in zip(self.tables, self._geometries.values(), strict=True):
             of = geometry.taps if self.means == "window" else geometry.phases
-            rows, columns = (on_device(of, axis, self.size[axis], plane.device, plane.dtype) for axis in (0, 1))
+            rows, columns = both_axes(of, (plane.shape[0], plane.shape[1]), plane.device, plane.dtype)
             of_rows = (rows @ plane.reshape(len(plane), -1)).view(-1, *plane.shape[1:])
             table.mul_(keep).add_((columns @ of_rows).permute(2, 0, 1), alpha=add)  # from [I, J, C]
         plane.zero_()

@@ -70,16 +70,12 @@ class Norms(Part):
             self.keep_pretrained_row()
 
     def live(self, finished: bool) -> dict[str, Tensor]:
-        found = {}
-        for name, layer in self.layers.items():
-            fields = ["weight", "bias"] if self.affine else []
-            if isinstance(layer, _BatchNorm) and self.moments == "own":
-                fields += ["running_var", "running_mean"]
-            for field in fields:
-                tensor = getattr(layer, field, None)
-                if isinstance(tensor, Tensor):
-                    found[f"{name}.{field}"] = tensor.detach()
-        return found
+        fields = ["weight", "bias"] if self.affine else []
+        if self.moments == "own":
+            fields += ["running_var", "running_mean"]  # which batch norms alone have
+        layers = self.layers.items()
+        found = {f"{name}.{field}": getattr(layer, field, None) for name, layer in layers for field in fields}
+        return {key: tensor.detach() for key, tensor in found.items() if tensor is not None}
 
     @torch.no_grad()
     def start(self, generator: torch.Generator | None) -> None:
@@ -92,8 +88,7 @@ class Norms(Part):
     def train(self, mode: bool = True) -> Norms:
         """As in torch; batch norms that keep the pre-trained moments stay in evaluation mode."""
         super().train(mode)
-        if self.moments == "pretrained":
-            for layer in self.layers.values():
-                if isinstance(layer, _BatchNorm):
-                    layer.eval()
+        for layer in self.layers.values():
+            if self.moments == "pretrained" and isinstance(layer, _BatchNorm):
+                layer.eval()
         return self

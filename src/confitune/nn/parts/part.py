@@ -1,9 +1,8 @@
 """What of a network a task may own: the protocol that all parts follow.
 
-A part is attached to a backbone once. Its live tensors, the layers' own parameters and buffers, stay at addresses that
-never change. A task's state is a copy of them: `ContinualNet` copies it in when the task is used and out when the task
-is finished. So a part only has to say what its live tensors are, what a new task starts from, and what has to be done
-before a finished task is used.
+A part is attached to a backbone once. A task's state is a copy of its live tensors, the layers' own parameters and
+buffers: `ContinualNet` copies it in when the task is used and out when the task is finished. So a part only has to say
+what its live tensors are, what a new task starts from, and what has to be done before a finished task is used.
 """
 
 from __future__ import annotations
@@ -23,16 +22,13 @@ Facts = Mapping[str, tuple[int, ...]]
 class Part(nn.Module):
     """Base of all parts. What a part does not override does nothing.
 
-    Attributes:
-        name: of the part in stages, in storage counts, and in `ContinualNet.parts`.
-        input_means: statistics that it takes while a task is trained; the network's `Observer` drives them. A task that
-            has some holds for images of one size only.
-        statistics: when they are taken.
+    One that takes input means while a task is trained, driven by the network's `Observer`, makes tasks hold for images
+    of one size only.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # in stages, in storage counts, and in `ContinualNet.parts`
     input_means: Sequence[InputMeans] = ()
-    statistics: Statistics = "running"
+    statistics: Statistics = "running"  # when input means are taken
 
     @property
     def kind(self) -> str:
@@ -45,6 +41,10 @@ class Part(nn.Module):
     def live(self, finished: bool) -> dict[str, Tensor]:
         """The live tensors that are kept of a task, by name; a finished task may need fewer."""
         return {}
+
+    def shapes(self, finished: bool, classes: int) -> dict[str, torch.Size]:
+        """Of what is kept of a task with so many classes, by name."""
+        return {key: tensor.shape for key, tensor in self.live(finished).items()}
 
     def facts(self) -> Facts:
         """Whole numbers that belong to the live tensors, by name."""
@@ -63,8 +63,6 @@ class Part(nn.Module):
     def prepare(self) -> None:
         """Make a finished task, which is live, ready for use under today's weights."""
 
-    # ---- tasks that do without -------------------------------------------------------------------------------------
-
     def keep_pretrained_row(self) -> None:
         """Keep the live tensors, which are those of pre-training, for tasks that do not own this part."""
         self.register_buffer("row", pack(self.live(False).values()))
@@ -72,7 +70,7 @@ class Part(nn.Module):
     def pretrained(self) -> dict[str, Tensor]:
         """What pre-training left of the live tensors, where that is kept for tasks that do not own this part."""
         row = self._buffers.get("row")
-        return {} if row is None else unpack(row, {key: tensor.shape for key, tensor in self.live(False).items()})
+        return {} if row is None else unpack(row, self.shapes(False, 0))
 
 
 def pack(tensors: Iterable[Tensor]) -> Tensor:

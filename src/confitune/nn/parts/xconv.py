@@ -20,7 +20,24 @@ from confitune.nn.pairing import Flow
 from confitune.nn.parts.input_means import InputMeans, Statistics
 from confitune.nn.parts.norms import Norms, batch_norms
 from confitune.nn.parts.part import Facts, Part
-from confitune.nn.recovery import recover_output_mean
+
+
+def recover_output_mean(weight: Tensor, bias: Tensor | None, window_means: Tensor, groups: int = 1) -> Tensor:
+    """The mean of a convolution's output, [O], from means of its input (Eq. 9, in its exact form).
+
+    mu[o] = bias[o] + sum over c, i, j of W[o, c, i, j] * M[c, i, j], c running over o's group. Exact, because a
+    convolution is linear in its input; no assumption about borders is left.
+
+    Args:
+        weight: [O, C / groups, K, K] (a Linear layer's [O, C] counts as K = 1).
+        window_means: M, [C, K, K]: mean over batch and output positions of what tap (i, j) reads.
+    """
+    outputs = weight.shape[0]
+    # Multiply and sum rather than a matrix product: that would follow the user's TF32 and autocast settings. Flattened,
+    # though it copies weights in the order that convolutions like: the order of a sum must not depend on it.
+    grouped = weight.reshape(groups, outputs // groups, -1).to(window_means.dtype)
+    mean = (grouped * window_means.reshape(groups, 1, -1)).sum(2).reshape(outputs)
+    return mean if bias is None else mean + bias.to(mean.dtype)
 
 
 class NoBatchNormError(ConfituneError):

@@ -5,13 +5,14 @@ The checksum vouches for what is in it, and `tarfile` and `zipfile` themselves w
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tarfile
 import tempfile
 import zipfile
 import zlib
 from pathlib import Path
+
+from torchvision.datasets.utils import check_md5
 
 from confitune.tasks.errors import DataError
 
@@ -23,14 +24,12 @@ class ArchiveError(DataError):
 def unpack(archive: Path, place: Path, md5: str | None = None) -> None:
     """Put the folder `place.name` that the archive holds at `place`, whole or not at all.
 
-    Args:
-        archive: a .zip, .tar, .tar.gz or .tgz file.
-        place: where nothing may be yet.
-        md5: of the archive, compared before it is opened; None for one that came out of an archive that was compared.
+    A .zip, .tar, .tar.gz or .tgz file. Its MD5, which its makers published, is compared before it is opened; None for
+    one that came out of an archive that was compared.
     """
     if place.exists():
         raise DataError(f"{place} is there but incomplete; remove it, and {archive.name} will be unpacked")
-    if md5 is not None and _md5(archive) != md5:
+    if md5 is not None and not check_md5(str(archive), md5):
         raise ArchiveError(f"{archive} is not what was published (its MD5 is not {md5}); remove it and get it again")
     unpacked = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
     try:
@@ -51,11 +50,3 @@ def _extract(archive: Path, folder: Path) -> None:
     else:
         with tarfile.open(archive) as packed_tar:
             packed_tar.extractall(folder, filter="data")
-
-
-def _md5(path: Path) -> str:
-    digest = hashlib.md5(usedforsecurity=False)  # what the datasets' makers published
-    with path.open("rb") as file:
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()

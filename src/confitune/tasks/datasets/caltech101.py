@@ -26,15 +26,7 @@ SOURCE = (
     "downloaded (137 MB), or unpack 101_ObjectCategories.tar.gz from "
     "https://data.caltech.edu/records/mzrjq-6wc02 so that the data folder holds caltech101/101_ObjectCategories/"
 )
-CALTECH101 = DatasetInfo(
-    "caltech101",
-    tasks=10,
-    classes_per_task=10,
-    batch_size=32,
-    epochs=20,
-    pipelines=("clean", "published"),
-    from_paper=True,
-)
+CALTECH101 = DatasetInfo.of_paper("caltech101", tasks=10, classes_per_task=10, batch_size=32, epochs=20)
 
 
 def read_caltech101(data_dir: Path, download: bool) -> ImageSet:

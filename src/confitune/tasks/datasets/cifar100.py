@@ -27,26 +27,15 @@ SOURCE = (
     "downloaded (169 MB), or unpack https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz "
     "so that the data folder holds cifar-100-python/"
 )
-CIFAR100 = DatasetInfo(
-    "cifar100",
-    tasks=20,
-    classes_per_task=5,
-    batch_size=128,
-    epochs=10,
-    pipelines=("clean", "published"),
-    from_paper=True,
-)
+CIFAR100 = DatasetInfo.of_paper("cifar100", tasks=20, classes_per_task=5, batch_size=128, epochs=10)
 
 
 def read_cifar100(data_dir: Path, download: bool) -> ImageSet:
     """Training images, then test images, each in the order of its file."""
     if not (data_dir / FOLDER).exists() and (data_dir / "cifar100/train").is_dir():
         return _read_images(data_dir / "cifar100")
-
-    def fetch(root: Path) -> None:
-        ARCHIVE.fetch_folder(root / FOLDER)
-
-    folder = locate("cifar100", data_dir, FOLDER, ["train", "test", "meta"], SOURCE, fetch if download else None)
+    fetch = (lambda root: ARCHIVE.fetch_folder(root / FOLDER)) if download else None
+    folder = locate("cifar100", data_dir, FOLDER, ["train", "test", "meta"], SOURCE, fetch)
     train, test, meta = (_load(folder / part) for part in ("train", "test", "meta"))
     try:
         pixels = np.concatenate([train["data"], test["data"]]).reshape(-1, 3, 32, 32)

@@ -25,9 +25,7 @@ SOURCE = (
     "get CUB_200_2011.tgz (1.2 GB) from https://data.caltech.edu/records/65de6-vp158 "
     "and put it into the data folder; it is unpacked to CUB_200_2011/ on first use"
 )
-CUB200 = DatasetInfo(
-    "cub200", tasks=10, classes_per_task=20, batch_size=32, epochs=50, pipelines=("clean", "published"), from_paper=True
-)
+CUB200 = DatasetInfo.of_paper("cub200", tasks=10, classes_per_task=20, batch_size=32, epochs=50)
 
 
 def read_cub200(data_dir: Path, download: bool) -> ImageSet:

@@ -19,53 +19,35 @@ from confitune.tasks.store import ImageFile
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """A dataset and the defaults for learning it.
+    """A dataset and the defaults for learning it."""
 
-    Args:
-        name: as given to `load_tasks`.
-        tasks: how many there are by default; None where that depends on the data.
-        classes_per_task: likewise.
-        batch_size: default for training; the paper's for the four sets of the paper.
-        epochs: default for training each task; the paper's for the four sets of the paper.
-        image_size: side of the images that the network sees.
-        pipelines: which treatments of the images there are, the default first.
-        from_paper: whether tasks, batch size and epochs are those of the ConFiT paper (sec. 4.1).
-    """
-
-    name: str
-    tasks: int | None
-    classes_per_task: int | None
+    name: str  # as given to `load_tasks`
+    tasks: int | None  # by default; None where that depends on the data
+    classes_per_task: int | None  # likewise
     batch_size: int
-    epochs: int
-    image_size: int = 224
-    pipelines: tuple[str, ...] = ("clean",)
-    from_paper: bool = False
+    epochs: int  # of each task
+    image_size: int = 224  # side of the images that the network sees
+    pipelines: tuple[str, ...] = ("clean",)  # which treatments of the images there are, the default first
+    from_paper: bool = False  # whether tasks, batch size and epochs are those of the ConFiT paper (sec. 4.1)
+
+    @classmethod
+    def of_paper(cls, name: str, tasks: int, classes_per_task: int, batch_size: int, epochs: int) -> DatasetInfo:
+        """One of the four sets of the paper, which can also be treated as by the published code."""
+        return cls(name, tasks, classes_per_task, batch_size, epochs, pipelines=("clean", "published"), from_paper=True)
 
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """All images of a dataset before they are cut into tasks.
+    """All images of a dataset before they are cut into tasks."""
 
-    Args:
-        classes: names, in the order of the labels.
-        labels: int64 [M], of every image.
-        train: int64, positions of the training images, ascending.
-        test: int64, positions of the test images, ascending.
-        pixels: the images, uint8 [M,3,H,W], where they are small enough to hold in memory; otherwise None.
-        folder: where `files` lie.
-        files: the images' files, in the order of `labels`, to be decoded into a store.
-        resize: to be done on the fly, see `Preprocess`.
-        crop: likewise.
-    """
-
-    classes: tuple[str, ...]
-    labels: NDArray[np.int64]
-    train: NDArray[np.int64]
+    classes: tuple[str, ...]  # in the order of the labels
+    labels: NDArray[np.int64]  # of every image
+    train: NDArray[np.int64]  # positions, ascending
     test: NDArray[np.int64]
-    pixels: Tensor | None = None
-    folder: Path = Path()
-    files: tuple[ImageFile, ...] = ()
-    resize: int | None = None
+    pixels: Tensor | None = None  # uint8 [M,3,H,W], where they are small enough to hold in memory
+    folder: Path = Path()  # where `files` lie
+    files: tuple[ImageFile, ...] = ()  # in the order of `labels`, to be decoded into a store
+    resize: int | None = None  # to be done on the fly, see `Preprocess`
     crop: int | None = None
 
 
@@ -93,19 +75,12 @@ class Remote:
 
 
 def locate(
-    name: str,
-    data_dir: Path,
-    folder: str,
-    contents: Sequence[str],
-    source: str,
-    fetch: Callable[[Path], object] | None,
+    name: str, data_dir: Path, folder: str, contents: Sequence[str], source: str, fetch: Callable[[Path], object] | None
 ) -> Path:
     """The folder that holds a dataset: `data_dir/folder`, or `data_dir` itself if that is it.
 
     Args:
-        name: of the dataset, for messages.
-        data_dir: as the user gave it.
-        folder: the dataset's usual folder in it.
+        folder: the dataset's usual folder.
         contents: files or folders that must be there; one that is missing means an interrupted download.
         source: where to get it by hand, for messages.
         fetch: called with the folder that should come to hold `folder`; None to leave the network alone.

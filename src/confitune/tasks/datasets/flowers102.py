@@ -22,19 +22,10 @@ _SITE = "https://www.robots.ox.ac.uk/~vgg/data/flowers/102"
 IMAGES = Remote(f"{_SITE}/102flowers.tgz", "52808999861908f626f3c1f4e79d11fa")
 LABELS = Remote(f"{_SITE}/imagelabels.mat", "e0620be6f572b9609742df49c70aed4d")
 SOURCE = (
-    "downloaded (345 MB), or get 102flowers.tgz and imagelabels.mat from "
-    f"{_SITE}/ so that the data folder holds flowers-102/jpg/ "
-    "and flowers-102/imagelabels.mat"
+    f"downloaded (345 MB), or get 102flowers.tgz and imagelabels.mat from {_SITE}/ so that the data folder holds "
+    "flowers-102/jpg/ and flowers-102/imagelabels.mat"
 )
-FLOWERS102 = DatasetInfo(
-    "flowers102",
-    tasks=10,
-    classes_per_task=10,
-    batch_size=32,
-    epochs=10,
-    pipelines=("clean", "published"),
-    from_paper=True,
-)
+FLOWERS102 = DatasetInfo.of_paper("flowers102", tasks=10, classes_per_task=10, batch_size=32, epochs=10)
 
 
 def read_flowers102(data_dir: Path, download: bool) -> ImageSet:
