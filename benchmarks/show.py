@@ -74,6 +74,12 @@ PARTS = {
         tables.learn_table,
     ),
     "photos": Part("Accuracy in percent on new photos, the task given", tables.about_photos, tables.photos_table),
+    "space": Part(
+        "All classes of all tasks, by features of the pre-trained network alone",
+        tables.about_space,
+        tables.space_table,
+        figures.space_figure,
+    ),
     "mixed": Part("A mixed batch against one of a single task", tables.about_mixed, tables.mixed_table),
     "many": Part("A bundle of many tasks against one of few", tables.about_many, tables.many_table),
     "load": Part("The server at its limit", tables.about_load, tables.load_table),

@@ -14,6 +14,7 @@ from show_tables import (
     STAGES,
     Numbers,
     about_growth,
+    about_space,
     batches_and_modes,
     best_seconds,
     count,
@@ -119,6 +120,19 @@ def tracking_figure(numbers: Numbers) -> Figure:
     above.set_ylim(0, 1.25 * max(patch.get_height() for patch in above.patches))
     below.set_ylim(1.1 * min(reach), 1.25 * max(*reach, 1))
     _legend(figure, columns=5)
+    return figure
+
+
+def space_figure(numbers: Numbers) -> Figure:
+    """What is found of strange images, by how many known ones are said to be unknown."""
+    figure = _figure("Said to be unknown", numbers, 3.6, about_space(numbers))
+    axes = figure.subplots()
+    _plain(axes, "Strange images that are found, in percent, by false alarms in percent of known ones")
+    for colour, (name, shares) in zip(COLOURS, list(numbers["unknown"].items())[1:], strict=False):
+        points = {float(alarms): found for alarms, found in shares.items() if alarms != "as set"}
+        axes.plot(list(points), list(points.values()), "o-", color=colour, label=name, markersize=3.5)
+    axes.set_ylim(0, 102)
+    axes.legend(frameon=False, loc="lower right")
     return figure
 
 

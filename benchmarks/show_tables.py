@@ -297,6 +297,33 @@ def photos_table(numbers: Numbers) -> str:
     return table(["task", *(names.get(name, name.replace("best, ", "best.owns=")) for name in means)], rows)
 
 
+def about_space(numbers: Numbers) -> str:
+    return f"{numbers['model']}, {numbers['dataset']}, {numbers['tasks']} tasks"
+
+
+def space_table(numbers: Numbers) -> str:
+    accuracy, many = numbers["accuracy"], numbers["many"]
+    unknown = {name: shares for name, shares in numbers["unknown"].items() if name != "known"}
+    rows = [
+        ["class right, learned task by task", f"{accuracy['task by task']:.1f}%"],
+        ["class right, the same from all images at once", f"{accuracy['all at once']:.1f}%"],
+        [
+            "class right, logistic regression on all images at once",
+            f"{accuracy['logistic regression, all at once']:.1f}%",
+        ],
+        ["task right", f"{accuracy['task']:.1f}%"],
+        ["mean probability of the class that is named", f"{accuracy['mean probability']:.1f}%"],
+        [
+            "half of the tasks learned: test images of these said to be unknown",
+            f"{numbers['unknown']['known']['as set']:.1f}%",
+        ],
+        *([f"of {name}", f"{shares['as set']:.1f}%"] for name, shares in unknown.items()),
+        [f"{many['tasks']:,} made-up tasks: one image, against its task given", times(many["ratio"])],
+        ["memory of all their classes", f"{many['MB']:.0f} MB"],
+    ]
+    return table(["first pass alone", ""], rows)
+
+
 def about_mixed(numbers: Numbers) -> str:
     return f"{numbers['model']}, {numbers['batch_size']} images of {numbers['pixels']} pixels"
 
