@@ -5,6 +5,7 @@ bundles that have learned tasks of made-up pictures, none of which looks like an
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from confitune import cli
 from confitune.deploy import Bundle, LearnReport, LearnSettings, learn
 from confitune.nn import ContinualNet, Head, Part, XconvNorms, build_model
+from deploy.shared import plain
 
 Trained = Callable[..., ContinualNet]
 Teach = Callable[..., LearnReport]
@@ -178,3 +181,31 @@ def real(taught_once: dict[int, Path]) -> dict[str, Tensor]:
 def backbone(taught_once: dict[int, Path]) -> dict[str, Tensor]:
     """What all tasks share, of a network as `NETWORK`."""
     return Bundle.open(taught_once[1]).load_network().shared_state_dict()
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+class Said:
+    """What a command said."""
+
+    def __init__(self, code, out, err):
+        self.code, self.out, self.err = code, plain(out), plain(err)
+
+
+@pytest.fixture
+def confitune(monkeypatch, capsys, tmp_path):
+    """Calls the program in this process, which works in an empty folder."""
+    monkeypatch.setenv("COLUMNS", "200")
+    for forced in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(forced, raising=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def confitune(*arguments):
+        monkeypatch.setattr(sys, "argv", ["/usr/bin/confitune", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        return Said(exit_.value.code or 0, *capsys.readouterr())
+
+    return confitune

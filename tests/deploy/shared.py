@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,6 +39,11 @@ NETWORK = Network(
     weights="none",
     weights_sha256=hashlib.sha256(b"start").hexdigest(),
 )
+
+
+def plain(text: str) -> str:
+    """Without colours, which some CI machines force."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

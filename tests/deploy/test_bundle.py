@@ -27,9 +27,15 @@ def backbone_name(path, head="bundle.json"):
     return backbone_of(path, head).relative_to(path).as_posix()
 
 
+def sums_name(path, head="bundle.json"):
+    """The sums of features that a head names, likewise."""
+    return f"features/{json.loads((path / head).read_bytes())['sums']['sha256']}.safetensors"
+
+
 def no_way_back(path):
     """Without what is kept of the state before the last change."""
     backbone_of(path, "bundle.before.json").unlink()
+    (path / sums_name(path, "bundle.before.json")).unlink()
     (path / "bundle.before.json").unlink()
     return path
 
@@ -118,7 +124,7 @@ def test_the_same_tensors_are_the_same_file(taught):
 
 def test_files_are_text_or_safetensors_that_say_what_they_are(taught):
     path = taught(2)
-    endings = {"bundle.json": 1, "bundle.before.json": 1, "index.jsonl": 1, ".safetensors": 6}
+    endings = {"bundle.json": 1, "bundle.before.json": 1, "index.jsonl": 1, ".safetensors": 11}
     files = [file for file in path.rglob("*") if file.is_file() and file.name != ".lock"]
     assert sum(endings.values()) == len(files)
     for file in files:
@@ -154,7 +160,8 @@ def test_kept_images_are_the_test_images_bit_for_bit(taught_once, photos, decode
 def test_rename_keeps_order_files_and_accuracy(taught):
     path = taught(3)
     bundle, before, expected = Bundle.open(path), contents(path), logits(Bundle.open(path), "reds")
-    accuracy, two_changes_ago = bundle.accuracy["reds"], backbone_name(path, "bundle.before.json")
+    accuracy = bundle.accuracy["reds"]
+    two_changes_ago = {backbone_name(path, "bundle.before.json"), sums_name(path, "bundle.before.json")}
     with bundle.changing():
         bundle.rename_task("reds", "red things")
     for found in (bundle, Bundle.open(path)):
@@ -163,7 +170,7 @@ def test_rename_keeps_order_files_and_accuracy(taught):
         assert "reds" not in found.accuracy
         assert torch.equal(logits(found, "red things"), expected)
     after = contents(path)
-    assert set(before) - set(after) == {two_changes_ago}
+    assert set(before) - set(after) == two_changes_ago
     assert {name for name in after if after.get(name) != before.get(name)} == {
         "bundle.json",
         "bundle.before.json",
@@ -177,21 +184,24 @@ def test_rename_keeps_order_files_and_accuracy(taught):
 
 def test_a_removed_tasks_files_go_with_the_next_change_and_nothing_else(taught):
     path = taught(3)
-    bundle, before, two_changes_ago = Bundle.open(path), contents(path), backbone_name(path, "bundle.before.json")
+    bundle, before, last = Bundle.open(path), contents(path), sums_name(path)
+    two_changes_ago = {backbone_name(path, "bundle.before.json"), sums_name(path, "bundle.before.json")}
     record, expected = bundle.record("stripes"), logits(bundle, "greens")
     with bundle.changing():
         bundle.remove_task("stripes")
     for found in (bundle, Bundle.open(path)):
         assert list(found.tasks) == ["reds", "greens"]
         assert set(found.accuracy) == {"reds", "greens"}
-    assert set(before) - set(contents(path)) == {two_changes_ago}
+    assert set(before) - set(contents(path)) == two_changes_ago
     again = Bundle.open(path)  # what is kept is known to another process, too
     with again.changing():
         again.rename_task("greens", "green")
     after = contents(path)
     gone = {f"tasks/{record.file.sha256}.safetensors", f"held-out/{record.held_out.sha256}.safetensors"}
-    assert set(before) - set(after) == gone | {two_changes_ago}
-    assert all(after[name] == before[name] for name in after if name.endswith(".safetensors"))
+    gone |= {f"features/{record.features.sha256}.safetensors", last}
+    assert set(before) - set(after) == gone | two_changes_ago
+    assert set(after) - set(before) == {sums_name(path)}
+    assert all(after[name] == before[name] for name in after if name.endswith(".safetensors") and name in before)
     assert torch.equal(logits(Bundle.open(path), "green"), expected)
 
 
@@ -283,9 +293,11 @@ def test_adding_appends_and_leaves_earlier_files_alone(taught, teach):
     kept = [name for name in before if name.startswith(("tasks/", "held-out/"))]
     assert len(kept) == 4
     assert all(after[name] == before[name] for name in kept)
-    assert len(after) == len(before) + 2
+    assert len(after) == len(before) + 3  # its state, its held-out images, its features
     new_backbone = backbone_name(path)
-    assert {name for name in after if name.startswith("backbones/")} == {new_backbone, old_backbone}
+    backbones = {name for name in after if name.startswith("backbones/")}
+    assert {new_backbone, old_backbone} < backbones
+    assert len(backbones) == 3  # one is the network before its first task
     assert len({new_backbone, old_backbone, older_backbone}) == 3
     assert after["bundle.before.json"][0] == before["bundle.json"][0]
     lineage = f"{old.lineage} {new_backbone[len('backbones/') : -len('.safetensors')]}"
@@ -438,6 +450,9 @@ def read_everything(path):
     for task in bundle.tasks:
         bundle.task_state(task)
         decode_kept(bundle.held_out(task), task)
+        bundle.features(task)
+    bundle.label_space()
+    bundle.load_pretrained()
     return bundle.load_network(list(bundle.tasks))
 
 
@@ -455,8 +470,8 @@ def test_flipped_bytes_of_the_text_are_noticed(taught, name):
     assert list(Bundle.open(path).tasks) == ["reds", "stripes"]
 
 
-@pytest.mark.parametrize("folder", ["backbones", "tasks", "held-out"])
-def test_flipped_bytes_of_tensors_are_noticed(taught, folder):
+@pytest.mark.parametrize(("folder", "files"), [("backbones", 2), ("tasks", 2), ("held-out", 2), ("features", 3)])
+def test_flipped_bytes_of_tensors_are_noticed(taught, folder, files):
     path = no_way_back(taught(2))
     flips = 0
     for file in (path / folder).iterdir():
@@ -468,14 +483,14 @@ def test_flipped_bytes_of_tensors_are_noticed(taught, folder):
                 read_everything(path)
             flips += 1
         file.write_bytes(data)
-    assert flips == 9 * (1 if folder == "backbones" else 2)
+    assert flips == 9 * files
     assert list(read_everything(path).tasks) == ["reds", "stripes"]
 
 
 def test_truncated_longer_and_missing_files_are_noticed(taught):
     path = no_way_back(taught(2))
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name != ".lock"]
-    assert len(files) == 7
+    assert len(files) == 11
     for file in files:
         data = file.read_bytes()
         for cut in (data[: len(data) // 2], data[:-2], b""):

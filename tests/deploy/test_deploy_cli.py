@@ -15,37 +15,9 @@ from PIL import Image
 from confitune import cli
 from confitune.deploy import Bundle, Predictor, check_tasks
 from confitune.methods import METHODS
-from deploy.shared import contents, settling
+from deploy.shared import contents, plain, settling
 
 SOURCE = Path(cli.__file__).parents[2]
-
-
-def plain(text):
-    """Without colours, which some CI machines force."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
-
-
-class Said:
-    def __init__(self, code, out, err):
-        self.code, self.out, self.err = code, plain(out), plain(err)
-
-
-@pytest.fixture
-def confitune(monkeypatch, capsys, tmp_path):
-    """Calls the program in this process, which works in an empty folder."""
-    monkeypatch.setenv("COLUMNS", "200")
-    for forced in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(forced, raising=False)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-
-    def confitune(*arguments):
-        monkeypatch.setattr(sys, "argv", ["/usr/bin/confitune", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        return Said(exit_.value.code or 0, *capsys.readouterr())
-
-    return confitune
 
 
 def refused(said):
@@ -329,8 +301,8 @@ def test_predict_says_in_words_what_it_guessed(confitune, taught_once, new, tmp_
     for line, file in zip(lines, [*sorted(new.rglob("*.png")), tmp_path / "noise.png"], strict=True):
         ((task, confidence),) = predictor.guess(predictor.decode(file)[None])
         known = f"{task} ({100 * confidence:.0f}%): {task} "
-        assert line.startswith(f"{file}: " + (known if task else "unknown: it fits no task"))
-    assert lines[-1].endswith(": unknown: it fits no task")
+        assert line.startswith(f"{file}: " + (known if task else "unknown: it looks like nothing that was learned"))
+    assert ": unknown: it looks like nothing that was learned (nearest: " in lines[-1]
 
 
 def test_predict_names_what_it_cannot_read_and_answers_the_rest(confitune, taught_once, new):

@@ -32,7 +32,7 @@ def test_tensors_come_back_as_they_were_stored(tmp_path, real):
     assert (tmp_path / file_name("tasks", stored)).read_bytes() == before
 
 
-@pytest.mark.parametrize("kind", [torch.int8, torch.int16, torch.complex64])
+@pytest.mark.parametrize("kind", [torch.uint16, torch.int16, torch.complex64])
 def test_tensors_of_a_kind_that_no_bundle_has_are_refused(tmp_path, kind):
     stored = TensorFiles(tmp_path).store("tasks", {"a": torch.zeros(3, dtype=kind)}, {})
     with pytest.raises(BundleError, match="a kind that no bundle has"):

@@ -184,3 +184,16 @@ def test_hostile_features_take_no_memory(path):
     with pytest.raises(BundleError, match="train has no scale for each image"):
         Bundle.open(path).features("reds")
     assert Bundle.open(path).label_space().tasks == ("greens",)
+
+
+def test_the_commands(confitune, path, photos, decoded):
+    grown = confitune("learn", photos("stripes"), "--into", "reds", "--bundle", path, "--cache-dir", decoded)
+    assert grown.code == 0, grown.err
+    assert "reds: 5 classes" in grown.out
+    assert "reds, earlier photos" in grown.out
+    assert confitune("tasks", path, "--remove-class", "reds/stripes 0").code == 0
+    assert Bundle.open(path).record("reds").classes == ("reds 0", "reds 1", "stripes 1", "stripes 2")
+    for names in ([], ["--name", "a", "--into", "reds"]):
+        wrong = confitune("learn", photos("stripes"), "--bundle", path, *names)
+        assert wrong.code == 2
+        assert "give --name for a new task, or --into for one that is there" in wrong.err

@@ -44,7 +44,7 @@ class Fake:
     def predict(self, pixels, tasks, top=5):
         self.asked += len(pixels)
         self.gate.wait(20)
-        answer = {"task": "pets", "task_confidence": None, "classes": (("cat", 1.0),), "version": "1"}
+        answer = {"task": "pets", "task_confidence": None, "classes": (("cat", 1.0),), "version": "1", "others": ()}
         return [SimpleNamespace(**answer) for _ in pixels]
 """
 made = {}

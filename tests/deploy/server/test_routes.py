@@ -107,6 +107,7 @@ def test_one_image(client):
                     {"name": "green frog", "probability": share},
                     {"name": "blue fish", "probability": share},
                 ],
+                "others": [],
                 "version": "",
             }
         ]
@@ -276,7 +277,7 @@ def test_everything_is_described(shared_client):
     for status in ("4XX", "5XX"):
         assert predict["responses"][status]["content"]["application/json"]["schema"] == error
     fields = described["components"]["schemas"]["ImagePrediction"]["properties"]
-    assert set(fields) == {"image", "task", "task_confidence", "unknown", "classes", "version"}
+    assert set(fields) == {"image", "task", "task_confidence", "unknown", "classes", "others", "version"}
 
 
 def test_the_page_loads_only_its_own_files_and_runs_only_its_own_script(shared_client):
