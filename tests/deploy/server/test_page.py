@@ -183,6 +183,7 @@ def test_an_image_of_no_task_is_unknown(opened):
     shown(page, "It looks like nothing that was learned. What comes nearest:")
     assert classes(page) == [("cat", "25.0 %"), ("tree (plants)", "20.0 %")]
     page.locator("#task").select_option("pets")
+    shown(page, "as you chose")
     assert classes(page)[0] == ("cat", "0.0 %")
 
 
