@@ -24,8 +24,8 @@ BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="a folder t
 @with_settings(
     *("epochs", "batch_size", "lr", "seed", "augmentation", "model", "weights", "device", "cache_dir"),
     epochs="10, or the method's",
-    batch_size="32",
-    lr="0.03 with best, else 0.01",
+    batch_size="16 with best, else 32",
+    lr="0.003 with best, else 0.01",
 )
 def learn_command(
     folder: Annotated[
@@ -264,10 +264,10 @@ def predict_command(
 
 
 def _in_words(answer: Prediction) -> str:
-    own = ", ".join(f"{name} {100 * probability:.1f}%" for name, probability in answer.classes)
     if answer.task is None:
         name, share = answer.classes[0]
         return f"unknown: it looks like nothing that was learned (nearest: {name}, {100 * share:.1f}%)"
+    own = ", ".join(f"{name} {100 * probability:.1f}%" for name, probability in answer.classes)
     others = [f"{task}: {name} {100 * share:.1f}%" for task, name, share in answer.others if share >= _WORTH_A_WORD]
     found = "; or ".join([own, *others])
     return found if answer.task_confidence is None else f"{answer.task} ({100 * answer.task_confidence:.0f}%): {found}"

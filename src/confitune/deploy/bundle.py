@@ -48,7 +48,7 @@ from confitune.deploy.label_space import (
     chosen_from_state,
     space_state,
     sums_from_state,
-    with_task,
+    updated,
 )
 from confitune.deploy.loading import load_network, load_pretrained, load_task
 from confitune.errors import ConfituneError
@@ -363,19 +363,7 @@ class Bundle:
         sums = None
         if stored is not None:
             sums = sums_from_state(self._files.read(FEATURES, stored), {key: len(known[key].classes) for key in old})
-            try:
-                for key in sums.counts.keys() - new.keys():
-                    sums = sums.minus(key, read(key).train)
-            except BundleError as error:  # then they are added up anew
-                _log.warning("%s", error)
-                sums = None
-        for key in new:
-            if sums is not None and key in sums.counts:
-                continue
-            try:
-                sums = with_task(sums, key, read(key), len(known[key].classes))
-            except BundleError as error:
-                _log.warning("%s. Task %r is not guessed", error, new[key][0])
+        sums = updated(sums, {key: len(known[key].classes) for key in new}, read)
         if sums is None:
             return None
         return self._files.store(FEATURES, space_state(sums, calibrate(sums, read)), {"format": "confitune sums 1"})

@@ -78,19 +78,8 @@ def grow(
             kept = new if kept is None else joined(kept, new)
         accuracy = evaluate(net, images, training)
         record = _replace(opened, task, net, classes, features, kept, len(images.train) + record.images)
-    return LearnReport(
-        task=task,
-        classes=classes,
-        accuracy=accuracy,
-        test_images=len(images.test),
-        changes=tuple(changes),
-        earlier=len(changes),
-        only_head=record.only_head,
-        numbers=net.storage()[task].beside_head,
-        bytes=record.file.bytes,
-        held_out_bytes=record.held_out.bytes if record.held_out else 0,
-        seconds=time.monotonic() - began,
-    )
+    passed = time.monotonic() - began
+    return LearnReport.of(net, task, record, accuracy, len(images.test), changes, len(changes), passed)
 
 
 def remove_class(bundle: Bundle, task: str, name: str) -> None:

@@ -8,6 +8,7 @@ be with more photos or other classes. Photos cannot be seen in them, but they ar
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,6 +22,7 @@ from confitune.engine import TrainSettings, batches
 from confitune.methods.gaussian import FeatureSums, Gaussians
 from confitune.tasks import Images, Task
 
+_log = logging.getLogger(__name__)
 _CALIBRATED = 50  # tasks at most whose held-out images the classifier is tuned to
 _NEVER = 1e300
 _PARTS = ("train", "held_out", "own")
@@ -121,12 +123,33 @@ def space_state(sums: FeatureSums, chosen: Gaussians) -> dict[str, Tensor]:
     return state
 
 
-def with_task(sums: FeatureSums | None, key: str, features: TaskFeatures, classes: int) -> FeatureSums:
-    """Sums with those of a task more."""
-    sums = sums or FeatureSums.of(features.train.shape[1])
-    if features.train.shape[1] != len(sums.second):
-        raise BundleError("its features are those of another network")
-    return sums.plus(key, features.train, features.labels, classes)
+def updated(
+    sums: FeatureSums | None, classes: Mapping[str, int], features: Callable[[str], TaskFeatures]
+) -> FeatureSums | None:
+    """Sums of exactly these tasks, given by their keys with how many classes each has; None: of none.
+
+    Of tasks that are gone they are taken back, of new ones added. Where a damaged one cannot be taken back, all are
+    added up anew; one that cannot be added is left out, and that is said.
+    """
+    try:
+        if sums is not None:
+            for key in sums.counts.keys() - classes.keys():
+                sums = sums.minus(key, features(key).train)
+    except BundleError as error:
+        _log.warning("%s", error)
+        sums = None
+    for key, number in classes.items():
+        if sums is not None and key in sums.counts:
+            continue
+        try:
+            images = features(key)
+            sums = sums or FeatureSums.of(images.train.shape[1])
+            if images.train.shape[1] != len(sums.second):
+                raise BundleError("its features are those of another network")
+            sums = sums.plus(key, images.train, images.labels, number)
+        except BundleError as error:
+            _log.warning("%s. Its task is not guessed", error)
+    return sums
 
 
 def sums_from_state(state: Mapping[str, Tensor], classes: Mapping[str, int]) -> FeatureSums:

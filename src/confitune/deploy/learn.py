@@ -59,6 +59,33 @@ class LearnReport:
     held_out_bytes: int
     seconds: float
 
+    @classmethod
+    def of(
+        cls,
+        net: ContinualNet,
+        task: str,
+        record: TaskRecord,
+        accuracy: float,
+        test_images: int,
+        changes: Sequence[Change],
+        earlier: int,
+        seconds: float,
+    ) -> LearnReport:
+        """Of a task that is in the network and on record."""
+        return cls(
+            task=task,
+            classes=record.classes,
+            accuracy=accuracy,
+            test_images=test_images,
+            changes=tuple(changes),
+            earlier=earlier,
+            only_head=record.only_head,
+            numbers=net.storage()[task].beside_head,
+            bytes=record.file.bytes,
+            held_out_bytes=record.held_out.bytes if record.held_out else 0,
+            seconds=seconds,
+        )
+
 
 def learn(
     folder: Path,
@@ -138,19 +165,8 @@ def learn(
         if kept is not None:
             checked[task] = accuracy_on(net, task, kept, images.preprocess)
         opened.add_task(task, record, net.shared_state_dict(), checked)
-    return LearnReport(
-        task=task,
-        classes=images.classes,
-        accuracy=accuracy,
-        test_images=len(images.test),
-        changes=changes,
-        earlier=len(earlier),
-        only_head=only_head,
-        numbers=net.storage()[task].beside_head,
-        bytes=stored.bytes,
-        held_out_bytes=kept_file.bytes if kept_file else 0,
-        seconds=time.monotonic() - began,
-    )
+    passed = time.monotonic() - began
+    return LearnReport.of(net, task, record, accuracy, len(images.test), changes, len(earlier), passed)
 
 
 def task_features(net: ContinualNet, pretrained: nn.Module, task: Task, settings: TrainSettings) -> TaskFeatures:

@@ -101,6 +101,7 @@ class Predictor:
         self.version = bundle.version
         self.unreadable: set[str] = set()
         self._space: Gaussians | None = None  # once a task is to be guessed
+        self._classes: list[tuple[str, str]] = []  # task and name of its classes
 
     def renew(self) -> None:
         """Become what the bundle is on disk now, whole; where that is damaged or gone, stay what this is.
@@ -208,7 +209,8 @@ class Predictor:
             self.bundle.record(name)
         if among is not None and not set(among) & set(space.tasks):
             raise BundleError(f"{self.bundle.path} keeps no features of any of these tasks: name one with --task")
-        probabilities = space.probabilities(features, among)
+        allowed = None if among is None else torch.tensor([name in among for name in space.tasks])
+        probabilities = space.probabilities(features, allowed)
         for task, images in enumerate(space.leading(probabilities).T):
             name = space.tasks[task]
             if images.any():
@@ -219,22 +221,27 @@ class Predictor:
                     continue
                 space.refine(probabilities, task, images, torch.stack(logits).double().softmax(1))
         strange = space.unusual(features) > space.threshold
-        of_tasks, classes = space.of_tasks(probabilities), self._classes(space)
-        found = []
+        of_tasks, found = space.of_tasks(probabilities), []
         for n, row in enumerate(probabilities):
-            order = row.argsort(descending=True).tolist()
-            task = classes[order[0]][0]
-            shown = [(*classes[place], float(row[place])) for place in order]
+            task = int(space.of_class[row.argmax()])
+            own, others = (self._best_of(row, mine, top) for mine in (space.of_class == task, space.of_class != task))
             found.append(
                 Prediction(
-                    None if self.unknown and strange[n] else task,
-                    min(float(of_tasks[n, space.tasks.index(task)]), 1.0),
-                    tuple((label, share) for owner, label, share in shown if owner == task)[:top],
+                    None if self.unknown and strange[n] else space.tasks[task],
+                    min(float(of_tasks[n, task]), 1.0),
+                    tuple((label, share) for _, label, share in own),
                     self.version,
-                    tuple(other for other in shown if other[0] != task)[:top],
+                    others,
                 )
             )
         return found
+
+    def _best_of(self, shares: Tensor, mine: Tensor, top: int) -> tuple[tuple[str, str, float], ...]:
+        """Task, name and probability of the likeliest of some classes of the label space."""
+        places = mine.nonzero().flatten()
+        values, order = shares[places].topk(min(max(top, 1), len(places)))
+        best = zip(places[order].tolist(), values.tolist(), strict=True)
+        return tuple((*self._classes[place], share) for place, share in best)
 
     def guess(self, pixels: Tensor, among: Sequence[str] | None = None) -> list[tuple[str | None, float]]:
         """For each image the task that it belongs to and how surely, or None where it looks like nothing learned.
@@ -249,6 +256,7 @@ class Predictor:
         """The label space, and the features of images under the pre-trained network."""
         if self._space is None:
             self._space = self.bundle.label_space()
+            self._classes = [(task, label) for task in self._space.tasks for label in self.tasks[task].classes]
         if self._pretrained is None:
             net = self.bundle.load_pretrained()
             self._pretrained = net.to(self.device).to(memory_format=torch.channels_last)
@@ -256,10 +264,6 @@ class Predictor:
         if found.shape[1] != len(self._space.centre):
             raise BundleError(f"{self.bundle.path} keeps features of another network: name the task")
         return self._space, found.float().cpu()
-
-    def _classes(self, space: Gaussians) -> list[tuple[str, str]]:
-        """Task and name of every class of the label space."""
-        return [(task, label) for task in space.tasks for label in self.tasks[task].classes]
 
     def network_for(self, task: str) -> ContinualNet:
         """The network, with this task in it and current; whoever uses it must be the only one."""

@@ -9,7 +9,6 @@ run that goes on from a checkpoint takes them again.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -93,11 +92,8 @@ class LabelSpace:
             self._add(task)
         gaussians = self.gaussians()
         sizes = [len(task.test) for task in tasks]
-        logits = gaussians.logits(torch.cat(self._test)) / gaussians.temperature
-        if given:
-            task_of = torch.arange(len(tasks)).repeat_interleave(torch.tensor(sizes))
-            logits = logits.masked_fill(gaussians.of_class != task_of[:, None], -math.inf)
-        probabilities = logits.softmax(1)
+        own = torch.eye(len(tasks), dtype=torch.bool).repeat_interleave(torch.tensor(sizes), 0)
+        probabilities = gaussians.probabilities(torch.cat(self._test), own if given else None)
         if asks:
             self._ask(net, tasks, gaussians, probabilities, listener or Listener())
         names = {name: place for place, name in enumerate(dict.fromkeys(n for task in tasks for n in task.classes))}

@@ -81,7 +81,7 @@ class Lda(Method):
             features = context.features(torch.arange(context.images)).cpu()
         classes = len(net.tasks[net.current_task].classes)
         found = FeatureSums.of(self._features).plus("", features, labels, classes).gaussians()
-        added = torch.outer(found.means.square().sum(1) / 2, found.centre / found.centre.square().sum())
+        added = torch.outer(found.offsets, found.centre / found.centre.square().sum())
         scale = math.sqrt(self._features) / features.norm(dim=1).mean()
         net.head.put(scale * (found.means @ found.whiten.T - added), torch.zeros(classes))
         net.finish_task()

@@ -10,7 +10,7 @@ images together (Ren et al., 2021).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,7 +80,8 @@ class FeatureSums:
         whiten, whiten_all = (_whitening(covariance + added) for covariance in (within, around))
         tasks = tuple(self.counts)
         of_class = torch.cat([torch.full((len(self.counts[name]),), n) for n, name in enumerate(tasks)])
-        return Gaussians(tasks, of_class, whiten, means @ whiten, centre, whiten_all, ridge)
+        white = means @ whiten
+        return Gaussians(tasks, of_class, whiten, white, white.square().sum(1) / 2, centre, whiten_all, ridge)
 
     def calibrated(self, features: Tensor, labels: Tensor) -> Gaussians:
         """The classifier whose ridge, temperature and threshold are chosen on images that are not in the sums.
@@ -111,6 +112,7 @@ class Gaussians:
         of_class: [C], for each class the place of its task.
         whiten: [F, F]; features times it have unit variance within classes.
         means: [C, F], of classes, whitened.
+        offsets: [C], half of their squared lengths.
         centre: [F], of all images.
         whiten_all: [F, F]; features times it have unit variance.
         ridge: that it was made with.
@@ -122,6 +124,7 @@ class Gaussians:
     of_class: Tensor
     whiten: Tensor
     means: Tensor
+    offsets: Tensor
     centre: Tensor
     whiten_all: Tensor
     ridge: float
@@ -130,14 +133,13 @@ class Gaussians:
 
     def logits(self, features: Tensor) -> Tensor:
         """[N, C], log-likelihoods up to what all classes share."""
-        return _unit(features) @ self.whiten @ self.means.T - self.means.square().sum(1) / 2
+        return _unit(features) @ self.whiten @ self.means.T - self.offsets
 
-    def probabilities(self, features: Tensor, among: Sequence[str] | None = None) -> Tensor:
-        """[N, C], of the classes of all tasks, or of those that it may be one of."""
+    def probabilities(self, features: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """[N, C], of the classes of all tasks, or of the tasks that are allowed: [T], or [N, T] for each image."""
         logits = self.logits(features) / self.temperature
-        if among is not None:
-            asked = torch.tensor([name in among for name in self.tasks])
-            logits = logits.masked_fill(~asked[self.of_class], -math.inf)
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed[..., self.of_class], -math.inf)
         return logits.softmax(1)
 
     def of_tasks(self, probabilities: Tensor) -> Tensor:
