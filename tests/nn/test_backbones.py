@@ -137,7 +137,7 @@ def test_weights_that_cannot_be_fetched_say_what_to_do(monkeypatch):
 def test_weights_of_another_network_are_refused(small, tmp_path):
     state = small.state_dict()
     save_file(state, tmp_path / "weights.safetensors")
-    with pytest.raises(ConfituneError, match=r"weights\.safetensors does not fit ResNet: .*another model\?"):
+    with pytest.raises(ConfituneError, match=r"weights\.safetensors does not fit ResNet: .*another model's weights\?"):
         create_backbone("resnet18", tmp_path / "weights.safetensors")
     name = next(key for key, value in state.items() if value.dim() == 4)
     shape = tuple(state[name].shape)

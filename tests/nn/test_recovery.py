@@ -8,7 +8,7 @@ from timm.layers import Conv2dSame
 from torch import Tensor, nn
 
 from confitune.nn import XconvNorms, trace_flow
-from confitune.nn.geometry import ConvGeometry, window_means_from_phases
+from confitune.nn.geometry import ConvGeometry, both_axes
 from confitune.nn.parts.xconv import XconvLayer, recover_output_mean
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
@@ -151,5 +151,5 @@ def test_the_pure_functions_on_numbers_by_hand():
     assert linear.tolist() == [11.0]
     # 1x2 taps at stride 2 without padding on 1x4: tap 0 reads phase 0 only, tap 1 phase 1 only.
     geometry = ConvGeometry(kernel=(1, 2), stride=(1, 2))
-    phases = torch.tensor([[[7.0, 9.0]]])
-    assert window_means_from_phases(phases, geometry, (1, 4)).tolist() == [[[7.0, 9.0]]]
+    rows, columns = both_axes(geometry.window_from_phases, (1, 4), torch.device("cpu"), torch.float32)
+    assert (rows @ torch.tensor([[[7.0, 9.0]]]) @ columns.T).tolist() == [[[7.0, 9.0]]]

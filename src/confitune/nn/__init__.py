@@ -15,8 +15,7 @@ from confitune.nn.parts.calibrations import Calibrations
 from confitune.nn.parts.deltas import Deltas
 from confitune.nn.parts.head import Head
 from confitune.nn.parts.input_means import InputMeans
-from confitune.nn.parts.moments import Moments
-from confitune.nn.parts.norms import Norms
+from confitune.nn.parts.norms import Moments, Norms
 from confitune.nn.parts.part import Part
 from confitune.nn.parts.xconv import NoBatchNormError, XconvNorms
 

@@ -122,9 +122,9 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: str) -> 
         state = dict(zip(own, state.values(), strict=False))
     wanted = [key for key in own if key in state or not key.endswith("num_batches_tracked")]  # not in older files
     if wrong := [key for key in wanted if key not in state or state[key].shape != own[key].shape]:
+        some = f"{len(wrong)} tensors are missing or of another shape ({', '.join(wrong[:3])})"
         raise ConfituneError(
-            f"{source} does not fit {type(model).__name__}: {len(wrong)} tensors are missing or of another shape "
-            f"({', '.join(wrong[:3])}). Are these the weights of another model?"
+            f"{source} does not fit {type(model).__name__}: {some}. Are these another model's weights?"
         )
     model.load_state_dict({key: state[key] for key in wanted}, strict=False)
 
@@ -159,10 +159,9 @@ def _build(library: str, name: str, pretrained: bool) -> tuple[nn.Module, tuple[
         model = torchvision.models.get_model(name, weights=weights if pretrained else None)
         return model, tuple(weights.transforms().mean), tuple(weights.transforms().std)
     except Exception as error:
-        offline = " Without a network connection, pass a file with --weights PATH, or 'none' for a random start."
-        raise ConfituneError(
-            f"{name!r} of {library} could not be made ({type(error).__name__}: {error}).{offline if pretrained else ''}"
-        ) from error
+        hint = " Without a network connection, pass a file with --weights PATH, or 'none' for a random start."
+        why = f"{type(error).__name__}: {error}).{hint if pretrained else ''}"
+        raise ConfituneError(f"{name!r} of {library} could not be made ({why}") from error
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:
@@ -177,10 +176,8 @@ def _read_state(path: Path) -> dict[str, Tensor]:
                     raise ValueError("it is packed")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's own words advise to run what is in the file
-        raise ConfituneError(
-            f"{path} cannot be read as weights: it is damaged, or holds more than tensors. Save a state dict with "
-            "torch.save or safetensors"
-        ) from error
+        why = "it is damaged, or holds more than tensors. Save a state dict with torch.save or safetensors"
+        raise ConfituneError(f"{path} cannot be read as weights: {why}") from error
     state = state.get("state_dict", state) if isinstance(state, dict) else state
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfituneError(f"{path} holds no state dict of tensors")

@@ -20,7 +20,7 @@ from confitune.nn.pairing import trace_flow
 from confitune.nn.parts.head import Head
 from confitune.nn.parts.norms import batch_norms, norm_layers
 from confitune.nn.parts.part import Part
-from confitune.nn.task_bank import TaskBank, TaskEntry, TaskStorage
+from confitune.nn.task_bank import State, TaskBank, TaskEntry, TaskStorage
 
 AnyPart = TypeVar("AnyPart", bound=Part)
 
@@ -50,7 +50,7 @@ class ContinualNet(nn.Module):
         self, backbone: nn.Module, parts: Sequence[Part], *, momentum: float = 0.1, example_input: Tensor | None = None
     ) -> None:
         super().__init__()
-        names = [part.name for part in parts]
+        names, self.momentum = [part.name for part in parts], momentum
         if names.count(Head.name) != 1 or len(set(names)) != len(names):
             raise ConfituneError(f"a network needs one Head and each part once, got {', '.join(names) or 'none'}")
         backbone = headless(backbone)
@@ -60,12 +60,11 @@ class ContinualNet(nn.Module):
             raise ConfituneError(f"the backbone returns {found}, not vectors [N, F]: add pooling and nn.Flatten()")
         for norm in batch_norms(backbone):
             norm.momentum = momentum
-        self.momentum = momentum
         for part in parts:
             part.attach(backbone, flow)
-        self.backbone = backbone
+        self.backbone, self._parts = backbone, list(parts)
         self.parts = nn.ModuleDict({part.name: part for part in parts})
-        self._parts = list(parts)
+        self.kinds = [part.kind for part in parts]  # with their options; a saved state must agree
         self.observer = Observer(backbone, [part for part in parts if part.input_means])
         self._bank = TaskBank(parts, self.head)
         self.tasks: Mapping[str, TaskEntry] = self._bank.tasks  # in the order in which they were added
@@ -86,11 +85,6 @@ class ContinualNet(nn.Module):
     def numbers_per_task(self) -> int:
         """What a finished task that owns all parts keeps, without its head."""
         return sum(tensor.numel() for part in self._beside_head() for tensor in part.live(True).values())
-
-    @property
-    def kinds(self) -> list[str]:
-        """What its parts are, with their options; a saved state must agree."""
-        return [part.kind for part in self._parts]
 
     @property
     def head(self) -> Head:
@@ -213,10 +207,8 @@ class ContinualNet(nn.Module):
             raise ConfituneError(f"task {name!r} is finished; reopen({name!r}) to train it on")
         elif entry.image_size not in (None, size) and any(part.input_means for part in self._parts):
             trained, given = ("x".join(map(str, plane or ("?",))) for plane in (entry.image_size, size))
-            raise ConfituneError(
-                f"task {name!r} was trained on {trained} images, these are {given}; its recovered means hold for the "
-                "size it was trained on: resize the images"
-            )
+            why = "its recovered means hold for the size it was trained on: resize the images"
+            raise ConfituneError(f"task {name!r} was trained on {trained} images, these are {given}; {why}")
         else:
             self.prepare()
         return (backbone or self.backbone)(x)
@@ -249,11 +241,11 @@ class ContinualNet(nn.Module):
         'head'; 'norms', scales and shifts of all normalisation layers, whoever owns them; 'weights', all else of the
         backbone; and what other parts offer, by their names.
         """
-        norms = [p for layer in norm_layers(self.backbone).values() for p in layer.parameters(recurse=False)]
-        of_norms = set(map(id, norms))
-        weights = [p for p in self.backbone.parameters() if id(p) not in of_norms]
+        layers = norm_layers(self.backbone).values()
+        norms = {id(p): p for layer in layers for p in layer.parameters(recurse=False)}
+        weights = [p for p in self.backbone.parameters() if id(p) not in norms]
         offered = {part.name: part.offered() for part in self._parts if part.name not in ("head", "norms")}
-        return {"head": self.head.offered(), "norms": norms, "weights": weights, **offered}
+        return {"head": self.head.offered(), "norms": list(norms.values()), "weights": weights, **offered}
 
     def shared_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that all tasks use, by their names in the backbone."""
@@ -264,26 +256,21 @@ class ContinualNet(nn.Module):
         """Say that weights changed where tensor versions do not show it, as in a replayed graph."""
         self._prepared = None
 
-    @torch.no_grad()
     def measure(self, batches: Iterable[Tensor], forward: Callable[[Tensor], object] | None = None) -> Tensor:
         """Take the current task's statistics in a pass over `batches` with the current weights: `Observer.average`.
 
         In training mode, because batch moments are part of what was trained. `forward` takes a batch, of whatever kind,
         through this network; default: the network itself.
         """
-        before = self.training
-        self.train()
-        try:
+        with self.evaluating():  # which brings today's mode back
+            self.train()
             return self.observer.average(batches, forward or self)
-        finally:
-            self.train(before)
 
-    @torch.no_grad()
     def start_pretrained(self, only: Sequence[str] | None = None) -> None:
         """Bring the current, unfinished task's parts (or only some) to what pre-training left, where that is kept."""
         for part in self._parts:
-            if (only is None or part.name in only) and (pretrained := part.pretrained()):
-                torch._foreach_copy_(list(part.live(False).values()), list(pretrained.values()))
+            if only is None or part.name in only:
+                part.start_pretrained()
 
     @contextmanager
     def as_pretrained(self, only: Sequence[str] | None = None) -> Iterator[None]:
@@ -324,9 +311,7 @@ class ContinualNet(nn.Module):
             self._store()
         return self._bank.to_state(entry)
 
-    def load_task_state_dict(
-        self, name: str, state: Mapping[str, Tensor], classes: Sequence[str] | None = None
-    ) -> None:
+    def load_task_state_dict(self, name: str, state: State, classes: Sequence[str] | None = None) -> None:
         """Put a task's state back, as a new task or over an existing one of that name, and make it current."""
         entry = self._bank.from_state(name, state, classes, next(self.backbone.parameters()))
         if name == self._current:
@@ -343,15 +328,13 @@ class ContinualNet(nn.Module):
         return shared | {key: tensor for of in kept for key, tensor in of.items() if key in layers}
 
     @torch.no_grad()
-    def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_shared_state_dict(self, state: State) -> None:
         """Put back what `shared_state_dict` gave."""
         own = self.shared_state_dict()
         misfits = {key for key, tensor in own.items() if key not in state or state[key].shape != tensor.shape}
         if wrong := sorted(misfits | state.keys() - own.keys()):
-            raise ConfituneError(
-                f"the shared weights are those of another network: {len(wrong)} tensors are missing, unknown or of "
-                f"another shape ({', '.join(wrong[:3])})"
-            )
+            some = f"{len(wrong)} tensors are missing, unknown or of another shape ({', '.join(wrong[:3])})"
+            raise ConfituneError(f"the shared weights are those of another network: {some}")
         for key, tensor in own.items():
             tensor.copy_(state[key])
         self._prepared = None
@@ -360,12 +343,9 @@ class ContinualNet(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Tasks and their rows, so that `state_dict` holds all there is."""
-        return {
-            "kinds": self.kinds,
-            "current": self._current,
-            "image_size": self.observer.image_size,
-            "tasks": {name: dict(vars(entry)) for name, entry in self.tasks.items()},
-        }
+        tasks = {name: dict(vars(entry)) for name, entry in self.tasks.items()}
+        size = self.observer.image_size
+        return {"kinds": self.kinds, "current": self._current, "image_size": size, "tasks": tasks}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         if state["kinds"] != self.kinds:

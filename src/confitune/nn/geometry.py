@@ -65,32 +65,20 @@ class ConvGeometry:
         shares = torch.zeros(kernel, size, dtype=torch.float64)
         return shares.scatter_add_(1, index.clamp(0, size - 1), inside.double() / outputs)
 
-    def window_from_phases(self, axis: int, size: int) -> Tensor:
-        """W[i, a]: how much phase a weighs in what tap i reads, on a map that repeats its phases ([K, stride])."""
-        return self.taps(axis, size) @ _phase_membership(size, self.stride[axis])
-
     def phases(self, axis: int, size: int) -> Tensor:
         """P[a, h] averages the input indices a, a + s, a + 2s, ... ([stride, size]; a phase without pixels is 0)."""
-        member = _phase_membership(size, self.stride[axis]).T
-        return member / member.sum(1, keepdim=True).clamp(min=1)
+        members = self._phase_members(axis, size).T
+        return members / members.sum(1, keepdim=True).clamp(min=1)
 
+    def window_from_phases(self, axis: int, size: int) -> Tensor:
+        """W[i, a]: how much phase a weighs in what tap i reads, on a map that repeats its phases ([K, stride])."""
+        return self.taps(axis, size) @ self._phase_members(axis, size)
 
-def window_means_from_phases(phase_means: Tensor, geometry: ConvGeometry, size: Size) -> Tensor:
-    """Window means of the periodic map that phase means define at the input's real size ([C, s, s] -> [C, K, K]).
-
-    Same number as building the map, running the convolution on it and averaging the output (Eq. 11), without the map.
-    """
-    rows, columns = both_axes(geometry.window_from_phases, size, phase_means.device, phase_means.dtype)
-    return rows @ phase_means @ columns.T
+    def _phase_members(self, axis: int, size: int) -> Tensor:
+        return (torch.arange(size)[:, None] % self.stride[axis] == torch.arange(self.stride[axis])).double()
 
 
 @lru_cache(maxsize=4096)
-def both_axes(
-    matrix: Callable[[int, int], Tensor], size: Size, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def both_axes(of: Callable[[int, int], Tensor], size: Size, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """A geometry's matrices of rows and columns, made and copied once, since a copy would make a GPU wait."""
-    return matrix(0, size[0]).to(device, dtype), matrix(1, size[1]).to(device, dtype)
-
-
-def _phase_membership(size: int, stride: int) -> Tensor:
-    return (torch.arange(size)[:, None] % stride == torch.arange(stride)).double()
+    return [of(axis, size[axis]).to(device, dtype) for axis in (0, 1)]

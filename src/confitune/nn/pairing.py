@@ -71,10 +71,8 @@ def trace_flow(model: nn.Module, example_input: Tensor | None = None) -> Flow:
                 return _trace(copy.deepcopy(model).to(device).train(training), example.to(device))
         except Exception as error:
             failure = failure or error
-    raise ConfituneError(
-        f"{type(model).__name__} does not run on an input of shape {tuple(example.shape)} ({failure}); "
-        "pass example_input, a batch of two images as the network expects them"
-    ) from failure
+    what = f"{type(model).__name__} does not run on an input of shape {tuple(example.shape)} ({failure})"
+    raise ConfituneError(f"{what}; pass example_input, two images as the network expects them") from failure
 
 
 def guess_input(model: nn.Module) -> Tensor:

@@ -17,6 +17,8 @@ from confitune.nn.geometry import Size
 from confitune.nn.parts.head import Head
 from confitune.nn.parts.part import Part, pack, unpack
 
+State = Mapping[str, Tensor]
+
 
 @dataclass
 class TaskEntry:
@@ -99,9 +101,7 @@ class TaskBank:
         state["finished"] = torch.tensor(entry.finished)
         return state
 
-    def from_state(
-        self, name: str, state: Mapping[str, Tensor], classes: Sequence[str] | None, like: Tensor
-    ) -> TaskEntry:
+    def from_state(self, name: str, state: State, classes: Sequence[str] | None, like: Tensor) -> TaskEntry:
         """The entry for a task's named tensors, checked against what this network keeps."""
         head = state.get("head.weight", torch.empty(0))
         if head.dim() != 2:
@@ -113,19 +113,16 @@ class TaskBank:
         entry = TaskEntry(tuple(classes), torch.empty(0), tuple(self._parts))
         entry.finished = "finished" in state and bool(state["finished"].all())
         shapes = self._shapes(entry)
-        entry.owns = tuple(
-            part for part, of in shapes.items() if not self._parts[part].pretrained() or any(key in state for key in of)
-        )
+        may_lack = [name for name, part in self._parts.items() if part.pretrained()]
+        entry.owns = tuple(part for part in shapes if part not in may_lack or shapes[part].keys() & state.keys())
         tensors = {key: shape for part in entry.owns for key, shape in shapes[part].items()}
         facts = {key: (len(fact),) for part in entry.owns for key, fact in self._parts[part].facts().items()}
         whole = {**facts, "image_size": (2,), "finished": ()}
         for key, shape in (tensors | whole).items():
             if key not in state or state[key].shape != shape:
                 got = f"of shape {tuple(state[key].shape)}" if key in state else "missing"
-                raise ConfituneError(
-                    f"task {name!r}: {key} must have shape {tuple(shape)} and is {got}; is it the task of another "
-                    "network, or of one with other means?"
-                )
+                what = f"task {name!r}: {key} must have shape {tuple(shape)} and is {got}"
+                raise ConfituneError(f"{what}; is it the task of another network, or of one with other means?")
             number = state[key]
             if key in whole and (number.is_floating_point() or number.is_complex() or bool((number.long() < 0).any())):
                 raise ConfituneError(f"task {name!r}: {key} must hold whole numbers from 0 on, not {number.tolist()}")

@@ -214,5 +214,5 @@ def test_state_goes_out_and_in():
 def test_means_are_not_recovered_through_changed_weights(order):
     backbone = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     net = ContinualNet(backbone, [XconvNorms(), Deltas(), Head()][::order])
-    with pytest.raises(ConfituneError, match=r"the mean of 1 cannot be recovered: .* use Norms with it"):
+    with pytest.raises(ConfituneError, match=r"the mean of 1 cannot be recovered: .* use Norms, not XconvNorms"):
         net.add_task("a", 2)

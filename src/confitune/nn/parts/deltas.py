@@ -54,9 +54,7 @@ class Deltas(Part):
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
         called = {call.module for call in flow.convs if call.direct_weight}
         layers = {name: layer for name, layer in backbone.named_modules() if name in called}
-        sizes = {
-            name: self._sizes(layer) for name, layer in layers.items() if isinstance(layer, (nn.Conv2d, nn.Linear))
-        }
+        sizes = {name: self._sizes(layer) for name, layer in layers.items()}
         allowed = _NUMBERS // max(sum(map(sum, sizes.values())), 1)
         self.rank = self.asked_rank or min(max(allowed, 1), _MOST)
         for name, (outputs, *ours) in sizes.items():
@@ -76,12 +74,8 @@ class Deltas(Part):
 
     def live(self, finished: bool) -> dict[str, Tensor]:
         factors = {"a": self.a, "window": self.windows, "b": self.b}
-        return {
-            f"{name}.delta.{key}": factor[place].detach()
-            for place, name in enumerate(self.layers)
-            for key, factor in factors.items()
-            if factor
-        }
+        kept = [(place, name, key) for place, name in enumerate(self.layers) for key in factors if factors[key]]
+        return {f"{name}.delta.{key}": factors[key][place].detach() for place, name, key in kept}
 
     def pretrained(self) -> dict[str, Tensor]:
         """No change."""

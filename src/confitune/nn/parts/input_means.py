@@ -9,14 +9,13 @@ once. Tables of windows or phases are made of the sum when somebody asks for the
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
-from confitune.nn.geometry import ConvGeometry, Means, Size, both_axes, window_means_from_phases
+from confitune.nn.geometry import ConvGeometry, Means, Size, both_axes
 
 Statistics = Literal["running", "pass"]
 
@@ -38,19 +37,20 @@ class InputMeans(nn.Module):
         self.size: Size | None = None  # of the tensor's planes in this task
         self.batches = 0  # taken in since the last reset
         self._pending = 0  # of them, how many are in `_plane` and not yet in the tables
-        self._geometries: dict[Hashable, ConvGeometry] = {}  # one for each table
+        self._geometries: list[ConvGeometry] = []  # one for each table
         self.register_buffer("share", torch.ones(()), persistent=False)  # of the next batch in an exponential average
 
     def add_reader(self, geometry: ConvGeometry) -> None:
         """Keep what a convolution with this geometry needs; the same geometry (or stride, for phases) needs no more."""
-        if self._key(geometry) not in self._geometries:
-            shape = geometry.kernel if self.means == "window" else geometry.stride
+        kept, shape = self._kept(geometry), geometry.kernel if self.means == "window" else geometry.stride
+        if kept not in self._geometries:
             table = self.share.new_zeros(self.channels, *shape)
             self.register_buffer(f"table{len(self._geometries)}", table, persistent=False)
-            self._geometries[self._key(geometry)] = geometry
+            self._geometries.append(kept)
 
-    def _key(self, geometry: ConvGeometry) -> Hashable:
-        return geometry if self.means == "window" else geometry.stride
+    def _kept(self, geometry: ConvGeometry) -> ConvGeometry:
+        """What a table depends on: phases on the stride alone."""
+        return geometry if self.means == "window" else ConvGeometry(stride=geometry.stride)
 
     @property
     def tables(self) -> list[Tensor]:
@@ -68,13 +68,9 @@ class InputMeans(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Everything, exactly as it is: going on from it gives the same bits."""
-        return {
-            "tables": [table.clone() for table in self.tables],
-            "size": self.size,
-            "batches": self.batches,
-            "pending": self._pending,
-            "plane": self._plane.clone() if self._pending else None,
-        }
+        tables, plane = [table.clone() for table in self.tables], self._plane.clone() if self._pending else None
+        counts = {"batches": self.batches, "pending": self._pending}
+        return {"tables": tables, "size": self.size, **counts, "plane": plane}
 
     @torch.no_grad()
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -105,10 +101,8 @@ class InputMeans(nn.Module):
         if self.size is None:
             self.size = size
         elif self.size != size:
-            raise ConfituneError(
-                f"a layer saw inputs of {self.size[0]}x{self.size[1]} and then of {size[0]}x{size[1]} in one task; "
-                "its input statistics hold for one size: resize all images of a task alike"
-            )
+            what = f"a layer saw inputs of {self.size[0]}x{self.size[1]} and then of {size[0]}x{size[1]} in one task"
+            raise ConfituneError(f"{what}; its input statistics hold for one size: resize all images of a task alike")
         share = None if self.cumulative else self.share
         if torch.compiler.is_compiling():
             _take_in_operator(x, self._plane, share)
@@ -141,7 +135,7 @@ class InputMeans(nn.Module):
             keep, add = earlier / self.batches, 1 / self.batches
         else:
             keep, add = (1 - self.momentum) ** self._pending if earlier else 0.0, 1.0
-        for table, geometry in zip(self.tables, self._geometries.values(), strict=True):
+        for table, geometry in zip(self.tables, self._geometries, strict=True):
             of = geometry.taps if self.means == "window" else geometry.phases
             rows, columns = both_axes(of, (plane.shape[0], plane.shape[1]), plane.device, plane.dtype)
             of_rows = (rows @ plane.reshape(len(plane), -1)).view(-1, *plane.shape[1:])
@@ -150,13 +144,18 @@ class InputMeans(nn.Module):
         self._pending = 0
 
     def window_means(self, geometry: ConvGeometry) -> Tensor:
-        """Window means [C, K, K] for a reading convolution, implied by phase means where those are what is kept."""
+        """Window means [C, K, K] for a reading convolution.
+
+        Of phase means [C, s, s] those of the periodic map that they define at the input's real size: the same number
+        as building the map, running the convolution on it and averaging the output (Eq. 11), without the map.
+        """
         self.fold()
-        table = self.tables[list(self._geometries).index(self._key(geometry))]
+        table = self.tables[self._geometries.index(self._kept(geometry))]
         if self.means == "window":
             return table
         assert self.size is not None
-        return window_means_from_phases(table, geometry, self.size)
+        rows, columns = both_axes(geometry.window_from_phases, self.size, table.device, table.dtype)
+        return rows @ table @ columns.T
 
 
 def _take_in(x: Tensor, plane: Tensor, share: Tensor | None) -> None:

@@ -6,7 +6,9 @@ that never move a convolution. The layers stay the stock ones.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from confitune.nn.pairing import Flow
 from confitune.nn.parts.part import Part
 
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+AFFINE, MOMENTS = ("weight", "bias"), ("running_var", "running_mean")
 
 
 def norm_layers(backbone: nn.Module) -> dict[str, nn.Module]:
@@ -62,25 +65,18 @@ class Norms(Part):
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
         self.layers = norm_layers(backbone)
         if not self.layers:
-            raise ConfituneError(
-                f"{type(backbone).__name__} has no normalisation layer that a task could own: choose another network, "
-                "or a method such as finetune"
-            )
+            what = f"{type(backbone).__name__} has no normalisation layer that a task could own"
+            raise ConfituneError(f"{what}: choose another network, or a method such as finetune")
         if self.keep_pretrained:
             self.keep_pretrained_row()
 
     def live(self, finished: bool) -> dict[str, Tensor]:
-        fields = ["weight", "bias"] if self.affine else []
-        if self.moments == "own":
-            fields += ["running_var", "running_mean"]  # which batch norms alone have
-        layers = self.layers.items()
-        found = {f"{name}.{field}": getattr(layer, field, None) for name, layer in layers for field in fields}
-        return {key: tensor.detach() for key, tensor in found.items() if tensor is not None}
+        fields = (AFFINE if self.affine else ()) + (MOMENTS if self.moments == "own" else ())
+        return _tensors(self.layers, fields)
 
-    @torch.no_grad()
     def start(self, generator: torch.Generator | None) -> None:
         if self.start_from == "pretrained":
-            torch._foreach_copy_(list(self.live(False).values()), list(self.pretrained().values()))
+            self.start_pretrained()
 
     def offered(self) -> list[nn.Parameter]:
         return [p for layer in self.layers.values() for p in layer.parameters(recurse=False)] if self.affine else []
@@ -92,3 +88,63 @@ class Norms(Part):
             if self.moments == "pretrained" and isinstance(layer, _BatchNorm):
                 layer.eval()
         return self
+
+
+class Moments(Part):
+    """Means and variances of all batch norms, apart from the norms' scales and shifts.
+
+    It stands after `Norms(moments="pretrained")` in a network's parts. A task may do without it: it then uses the
+    moments of pre-training, and is trained with them, batch norm in evaluation mode. With few images, or ones that look
+    alike, that is the better choice; own moments are where images are far from those of pre-training.
+
+    Attributes:
+        own: whether the current task is trained with the moments of its batches.
+    """
+
+    name = "moments"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = True
+        self.layers: dict[str, nn.Module] = {}  # not registered: they are the backbone's
+
+    def attach(self, backbone: nn.Module, flow: Flow) -> None:
+        self.layers = {name: norm for name, norm in norm_layers(backbone).items() if isinstance(norm, _BatchNorm)}
+        self.keep_pretrained_row()
+
+    def live(self, finished: bool) -> dict[str, Tensor]:
+        return _tensors(self.layers, MOMENTS)
+
+    def train(self, mode: bool = True) -> Moments:
+        """As in torch; batch norms of a task without own moments stay in evaluation mode."""
+        super().train(mode)
+        for layer in self.layers.values():
+            layer.train(mode and self.own)
+        return self
+
+    @contextmanager
+    def shifts(self) -> Iterator[list[Tensor]]:
+        """Within, each pass through a batch norm adds how far its input is from the running moments: the divergence
+        (Kullback-Leibler) of the normal distributions with these moments, on average over channels."""
+        found: list[Tensor] = []
+
+        def measure(norm: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            axes = [axis for axis in range(inputs[0].ndim) if axis != 1]
+            variance, mean = torch.var_mean(inputs[0].float(), axes, correction=0)
+            allowed = norm.running_var + norm.eps
+            ratio = (variance + norm.eps) / allowed
+            away = (mean - norm.running_mean).square() / allowed
+            found.append((ratio - 1 - ratio.log() + away).mean() / 2)
+
+        handles = [layer.register_forward_hook(measure) for layer in self.layers.values()]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _tensors(layers: Mapping[str, nn.Module], fields: tuple[str, ...]) -> dict[str, Tensor]:
+    """Of these layers; batch norms alone have moments, and not all have affine parameters."""
+    found = {f"{name}.{field}": getattr(layer, field, None) for name, layer in layers.items() for field in fields}
+    return {key: tensor.detach() for key, tensor in found.items() if tensor is not None}

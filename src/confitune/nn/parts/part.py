@@ -63,6 +63,12 @@ class Part(nn.Module):
     def prepare(self) -> None:
         """Make a finished task, which is live, ready for use under today's weights."""
 
+    @torch.no_grad()
+    def start_pretrained(self) -> None:
+        """Bring the live tensors, which are an unfinished task's, to what pre-training left, where that is kept."""
+        if pretrained := self.pretrained():
+            torch._foreach_copy_(list(self.live(False).values()), list(pretrained.values()))
+
     def keep_pretrained_row(self) -> None:
         """Keep the live tensors, which are those of pre-training, for tasks that do not own this part."""
         self.register_buffer("row", pack(self.live(False).values()))

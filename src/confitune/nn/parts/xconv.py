@@ -98,11 +98,11 @@ class XconvNorms(Part):
 
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
         if not batch_norms(backbone):
-            raise NoBatchNormError(
-                f"{type(backbone).__name__} has no batch norm for ConFiT to correct. Choose a network with batch norm "
-                "(`confitune models` lists some), or another method: finetune, bn-only and linear-probe run on any "
-                "network."
+            what = (
+                f"{type(backbone).__name__} has no batch norm for ConFiT to correct. Choose a network with batch norm"
             )
+            others = "another method: finetune, bn-only and linear-probe run on any network."
+            raise NoBatchNormError(f"{what} (`confitune models` lists some), or {others}")
         self.norms.attach(backbone, flow)
         readers: dict[tuple[int, int], str] = {}  # of tensors: the first convolution of each
         for name, norm in self.norms.layers.items():
@@ -161,10 +161,8 @@ class XconvNorms(Part):
 
     def start(self, generator: torch.Generator | None) -> None:
         if changed := [name for name, layer in self.layers.items() if "forward" in vars(layer.conv)]:
-            raise ConfituneError(
-                f"the mean of {changed[0]} cannot be recovered: another part changes the weight of the convolution "
-                "before it, as Deltas does; use Norms with it, not XconvNorms"
-            )
+            why = "another part changes the weight of the convolution before it, as Deltas does"
+            raise ConfituneError(f"the mean of {changed[0]} cannot be recovered: {why}; use Norms, not XconvNorms")
 
     def offered(self) -> list[nn.Parameter]:
         return self.norms.offered()
