@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from confitune import cli
 from confitune.deploy import Bundle, Predictor, check_tasks
@@ -349,12 +350,17 @@ def test_export_to_onnx_and_run_it(confitune, taught, new):
     (logits,) = session.run(None, {given.name: predictor.preprocess(pixels).contiguous().numpy()})
     expected = torch.stack(predictor.logits(pixels, ["../green [1]"]))
     assert torch.allclose(torch.from_numpy(logits), expected, atol=1e-3)
-    assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == ["greens 0", "greens 1"]
+    facts = session.get_modelmeta().custom_metadata_map
+    assert json.loads(facts["tasks"]) == [{"name": "../green [1]", "classes": ["greens 0", "greens 1"]}]
+    assert json.loads(facts["steps"]) == [["resize", 256], ["crop", 224], ["resize", 32]]
 
 
 def test_what_cannot_be_exported_is_said(confitune, taught_once):
     message = refused(confitune("export", taught_once[3], "--task", "birds"))
     assert "has no task 'birds'; it has 'reds', 'stripes', 'greens'" in message
+    assert "give --task for one task, or --all" in refused(confitune("export", taught_once[3]))
+    message = refused(confitune("export", taught_once[3], "--task", "reds", "--to", "tape"))
+    assert "there is no format 'tape'; there are: onnx" in message
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -393,7 +399,7 @@ def test_help_imports_no_torch():
 
 def test_the_pages_python_example_runs(taught, pictures, tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     bundle = Bundle.open(taught(2))
     with bundle.changing():
         bundle.rename_task("reds", "birds")
@@ -408,6 +414,35 @@ def test_the_pages_python_example_runs(taught, pictures, tmp_path, monkeypatch, 
     assert guessed[0] in ("birds", "trees", None)
     assert first[1][0][0] in bundle.record("birds").classes
     assert 0.5 <= first[1][0][1] <= 1  # the better of two classes
+
+
+def test_an_exported_file_says_all_that_its_answers_need(confitune, taught, pictures, tmp_path, monkeypatch, capsys):
+    """The page's example reaches the predictor's answers with the file, onnxruntime, Pillow and numpy alone."""
+    pytest.importorskip("onnxruntime")
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    _, code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert set(re.findall(r"^(?:import|from) ([\w, ]+?)(?: import .*)?$", code, re.MULTILINE)) == {
+        "json, numpy, onnxruntime",
+        "PIL",
+    }
+    path = taught(3)
+    bundle = Bundle.open(path)
+    with bundle.changing():
+        bundle.rename_task("stripes", "birds")
+    assert confitune("export", path, "--all", "--out", tmp_path / "model.onnx").code == 0
+    (tmp_path / "new").mkdir()
+    monkeypatch.chdir(tmp_path)
+    predictor = Predictor.from_bundle(path, device="cpu")
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6
+    for size, more in (((301, 200), {}), ((97, 230), {"exif": turned}), ((256, 291), {})):
+        pictures("stripes", 1)[0].resize(size).save("new/a.jpg", **more)
+        found = {}
+        exec(compile(code, "deploy.md", "exec"), found)
+        (expected,) = predictor.logits(predictor.decode(Path("new/a.jpg"))[None], ["birds"])
+        assert found["facts"]["version"] == bundle.version
+        assert np.abs(found["logits"][: len(expected)] - expected.numpy()).max() < 1e-4
+        assert capsys.readouterr().out.strip() == bundle.record("birds").classes[int(expected.argmax())]
 
 
 def test_undo(confitune, taught):

@@ -316,18 +316,25 @@ def serve_command(
 @app.command(name="export")
 def export_command(
     bundle: BundleFolder,
-    task: Annotated[str, Option(help="which task")],
-    out: Annotated[Path | None, Option(metavar="FILE", help="default: TASK.onnx")] = None,
+    task: Annotated[str | None, Option(help="which task")] = None,
+    every: Annotated[bool, Option("--all", help="all tasks in one file, which is told the task by its number")] = False,
+    to: Annotated[str, Option(metavar="FORMAT", help="of the file")] = "onnx",
+    out: Annotated[Path | None, Option(metavar="FILE", help="default: the name of the task or the bundle")] = None,
 ) -> None:
-    """Write one task as an ONNX file for another runtime: batch norm folded in, images in, logits out.
+    """Write one task, or all of them, as an ONNX file for another runtime: images in, logits out.
 
-    The file is run on ten images and compared with the bundle before it is said to be good.
+    The file is run on ten images of each task and compared with the bundle before it is said to be good. Its metadata
+    says how to use it.
 
     [bold]Examples[/bold]
 
       confitune export model --task birds --out birds.onnx
+
+      confitune export model --all
     """
     from confitune.deploy import export_bundle
 
-    path, difference = export_bundle(bundle, task, out)
-    say(f"{path}: equal to the bundle up to {difference:.1e} on ten images")
+    if (task is None) != every:
+        raise ConfituneError("give --task for one task, or --all for all tasks in one file")
+    path, difference = export_bundle(bundle, task, out, to)
+    say(f"{path}: equal to the bundle up to {difference:.1e} on ten images" + (" of each task" if every else ""))
