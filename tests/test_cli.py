@@ -777,6 +777,16 @@ def test_tune_takes_a_recipe_and_options_win_over_it(confitune, tmp_path, monkey
     assert (how["resume"], how["place"].parallel_seeds, how["retrain"]) == (True, 2, False)
 
 
+def test_a_method_that_diverges_does_not_cost_the_table_of_the_others(confitune, tiny, tmp_path):
+    said = confitune(
+        *("run", *tiny, "--method", "linear-probe", "--method", "ewc", "--set", "ewc.strength=1e30"),
+        *("--set", "clip_norm=null", "--set", "pull_limit=null", "--out", tmp_path / "out"),
+    )
+    assert said.code == 2
+    assert "the loss of task 'task2' became" in said.err
+    assert "linear-probe" in said.out
+
+
 @pytest.mark.parametrize("command", [["run"], ["tune", "ewc"], ["reproduce", "table2", "--datasets", "digits"]])
 def test_runs_are_done_where_they_are_asked_for(confitune, tmp_path, monkeypatch, command):
     asked = []
