@@ -43,6 +43,62 @@ def quick(decoded):
     return ["--epochs", 4, "--batch-size", 4, "--lr", 0.02, "--device", "cpu", "--cache-dir", decoded]
 
 
+@pytest.fixture
+def learning(quick, new_bundle):
+    return [
+        *quick,
+        "--model",
+        new_bundle["model"],
+        "--weights",
+        new_bundle["weights"],
+        "--size",
+        32,
+        "--method",
+        "best",
+    ]
+
+
+def test_without_a_terminal_every_stage_is_a_line(confitune, photos, learning, tmp_path):
+    shutil.copytree(photos("checks"), tmp_path / "checks")
+    said = confitune("learn", tmp_path / "checks", "--name", "a", "--bundle", tmp_path / "m", *learning)
+    assert said.code == 0
+    stages = [
+        r"decoding folder-checks \(20\)",
+        "a: looking at the photos with the pre-trained network",
+        "a: testing what was learned",
+        "a: keeping features and held-out photos",
+    ]
+    assert re.search(r"\n(.*\n)*".join(stages), said.out)
+    owns = ["--set", "best.owns=changes"]
+    said = confitune("learn", photos("checks"), "--name", "a", "--bundle", tmp_path / "n", *learning, *owns)
+    assert "a: training head+norms, up to 4 epochs in all\n" in said.out
+
+
+def test_broken_photos_are_left_out_where_that_is_asked_for(confitune, photos, learning, tmp_path):
+    folder = Path(shutil.copytree(photos("reds"), tmp_path / "reds"))
+    (folder / "reds 0" / "broken.png").write_bytes(b"no image")
+    (folder / "reds 1" / "cut.png").write_bytes((folder / "reds 1" / "0.png").read_bytes()[:60])
+    arguments = ["learn", folder, "--name", "reds", "--bundle", tmp_path / "m", *learning]
+    message = refused(confitune(*arguments))
+    assert "broken.png" in message
+    assert "2 of 22 images; replace or remove them" in message
+    assert not (tmp_path / "m").exists()  # a first task that failed leaves nothing
+    said = confitune(*arguments, "--skip-broken")
+    assert said.code == 0
+    assert "note: 2 images that cannot be read are left out: reds 0/broken.png, reds 1/cut.png" in said.out
+    assert Bundle.open(tmp_path / "m").record("reds").images == 16
+
+
+def test_a_photo_in_two_classes_is_pointed_out(confitune, photos, learning, tmp_path):
+    folder = Path(shutil.copytree(photos("reds"), tmp_path / "reds"))
+    shutil.copy(folder / "reds 0" / "3.png", folder / "reds 1" / "same.png")
+    shutil.copy(folder / "reds 0" / "3.png", folder / "reds 0" / "again.png")
+    said = confitune("learn", folder, "--name", "reds", "--bundle", tmp_path / "m", *learning)
+    assert said.code == 0
+    assert "1 photos are in two classes or more" in said.out
+    assert "reds 0/3.png and reds 0/again.png and reds 1/same.png" in said.out
+
+
 def test_learn_makes_a_bundle_and_then_adds_to_it(confitune, photos, quick, new_bundle, tmp_path):
     path = tmp_path / "model"
     start = [part for name, value in new_bundle.items() for part in (f"--{name}", value)]

@@ -42,6 +42,9 @@ def learn_command(
     check: Annotated[
         int, Option(min=0, help="earlier tasks to test again afterwards, at random where there are more; 0: none")
     ] = 20,
+    skip_broken: Annotated[
+        bool, Option("--skip-broken", help="learn without photos that cannot be read; they are listed")
+    ] = False,
     size: Annotated[
         int | None, Option(min=32, max=224, help="for a new bundle: pixels of the network's input; default 224")
     ] = None,
@@ -85,7 +88,7 @@ def learn_command(
     from confitune.experiments import merge_settings
 
     console, cache_dir = Console(), settings.pop("cache_dir", None)
-    given = {"size": size, "method": method, "keep": keep, "check": check}
+    given = {"size": size, "method": method, "keep": keep, "check": check, "skip_broken": skip_broken}
     given = {name: value for name, value in given.items() if value is not None}
     try:
         checked = LearnSettings.model_validate(merge_settings({**settings, **given}, changes or ()))
@@ -94,15 +97,15 @@ def learn_command(
         raise ConfituneError("; ".join(wrong)) from error
     if (name is None) == (into is None):
         raise ConfituneError("give --name for a new task, or --into for one that is there")
-    with stoppable("the bundle is as it was"), decoding_bar(console) as decoding:
-        if name is None:
-            report = grow(folder, str(into), bundle, checked, cache_dir=cache_dir, progress=decoding)
-        else:
-            progress = LiveProgress(console, name)
-            try:
-                report = learn(folder, name, bundle, checked, cache_dir=cache_dir, listener=progress, progress=decoding)
-            finally:
-                progress.close()
+    change = learn if into is None else grow
+    with stoppable("the bundle is as it was"), decoding_bar(console, lines=True) as decoding:
+        progress = LiveProgress(console, str(name or into), stages=True)
+        try:
+            report = change(
+                *(folder, str(name or into), bundle, checked), cache_dir=cache_dir, listener=progress, progress=decoding
+            )
+        finally:
+            progress.close()
     _print_learned(console, report, bundle)
 
 
