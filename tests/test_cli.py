@@ -15,8 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from confitune import __version__
-from confitune import cli, metrics
+from confitune import __version__, cli, metrics
 from confitune.engine import RunResult, SequenceRun
 from confitune.engine.checkpoint import values_of
 from confitune.errors import ConfituneError

@@ -1,5 +1,6 @@
 """learn, tasks, predict and export, from arguments to exit code, output and files."""
 
+import csv
 import json
 import os
 import re
@@ -384,6 +385,20 @@ def test_predict_names_what_it_cannot_read_and_answers_the_rest(confitune, taugh
 def test_what_cannot_be_predicted_is_said(confitune, taught_once, new, options, message):
     given = [option.format(new=new) for option in options]
     assert message in refused(confitune("predict", taught_once[3], *given, "--device", "cpu"))
+
+
+def test_answers_as_a_table_for_other_programs(confitune, taught_once, new):
+    said = confitune("predict", taught_once[3], new, "--task", "stripes", "--top", 2, "--csv", "--device", "cpu")
+    head, *lines = csv.reader(said.out.splitlines())
+    assert head == ["image", "task", "class", "probability"]
+    expected = confitune("predict", taught_once[3], new, "--task", "stripes", "--top", 2, "--json", "--device", "cpu")
+    answers = [json.loads(line) for line in expected.out.splitlines()]
+    assert lines == [
+        [answer["image"], "stripes", found["name"], f"{found['probability']:.6f}"]
+        for answer in answers
+        for found in answer["classes"]
+    ]
+    assert len(lines) == 2 * len(answers) > 0
 
 
 # ---- export ----------------------------------------------------------------------------------------------------------

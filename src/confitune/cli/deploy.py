@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -232,6 +234,9 @@ def predict_command(
     top: Annotated[int, Option(min=1, help="so many classes for each image")] = 5,
     device: Annotated[str, Option(help="auto, cpu, cuda, ...")] = "auto",
     as_json: Annotated[bool, Option("--json", help="one JSON object for each image, a line each")] = False,
+    as_csv: Annotated[
+        bool, Option("--csv", help="a line for each image and class, best first; no task: unknown")
+    ] = False,
 ) -> None:
     """Say what is on photos. Images that cannot be read are named at the end; the exit code is then 1.
 
@@ -240,6 +245,8 @@ def predict_command(
       confitune predict model new/*.jpg --task birds
 
       confitune predict model holiday/ --json > answers.jsonl
+
+      confitune predict model holiday/ --csv --top 1 > answers.csv
     """
     from confitune.deploy import Predictor, image_files, predict_files
 
@@ -248,7 +255,9 @@ def predict_command(
     predictor = Predictor.from_bundle(bundle, device=device)
     if task is not None:
         predictor.bundle.record(task)
-    failed = 0
+    failed, table = 0, csv.writer(sys.stdout, lineterminator="\n")
+    if as_csv:
+        table.writerow(["image", "task", "class", "probability"])
     for file, answer in predict_files(predictor, files, task, top, among):
         if isinstance(answer, ConfituneError):
             failed += 1
@@ -259,6 +268,8 @@ def predict_command(
             found = {"task": answer.task, "task_confidence": answer.task_confidence, "classes": classes}
             found |= {"others": others} if answer.others else {}
             typer.echo(json.dumps({"image": str(file), **found}, ensure_ascii=False))
+        elif as_csv:
+            table.writerows([file, answer.task or "", name, f"{share:.6f}"] for name, share in answer.classes)
         else:
             say(f"{file}: {_in_words(answer)}")
     if failed:
