@@ -141,33 +141,21 @@ def load_folder_task(
         cache_dir: as in `load_tasks`, and so is progress.
         note: is told what was left out, and what is in two classes.
     """
-    try:
-        return _folder_task(folder, name, mean, std, size, known, frozenset(), cache_dir, progress, note)
-    except UnreadableImageError as error:
-        if not (skip_broken and error.files):
-            raise
-        if note is not None:
-            note(f"{len(error.files)} images that cannot be read are left out: {', '.join(sorted(error.files))}")
-        return _folder_task(folder, name, mean, std, size, known, error.files, cache_dir, progress, note)
-
-
-def _folder_task(
-    folder: Path,
-    name: str,
-    mean: Sequence[float],
-    std: Sequence[float],
-    size: int,
-    known: Sequence[str],
-    broken: frozenset[str],
-    cache_dir: Path | None,
-    progress: Progress | None,
-    note: Callable[[str], None] | None,
-) -> Task:
-    images = read_folder(folder.expanduser(), least=1 if known else 2, without=broken)
-    classes = (*known, *(name for name in images.classes if name not in known))
-    places = np.array([classes.index(name) for name in images.classes])
-    images = replace(images, classes=classes, labels=places[images.labels])
-    pixels = _pixels(_folder_label(folder), images, Pipeline(), cache_dir, progress)
+    broken: frozenset[str] = frozenset()
+    while True:
+        images = read_folder(folder.expanduser(), least=1 if known else 2, without=broken)
+        classes = (*known, *(name for name in images.classes if name not in known))
+        places = np.array([classes.index(name) for name in images.classes])
+        images = replace(images, classes=classes, labels=places[images.labels])
+        try:
+            pixels = _pixels(_folder_label(folder), images, Pipeline(), cache_dir, progress)
+            break
+        except UnreadableImageError as error:
+            if not (skip_broken and error.files):
+                raise
+            broken |= error.files
+    if broken and note is not None:
+        note(f"{len(broken)} images that cannot be read are left out: {', '.join(sorted(broken))}")
     twice = in_two_classes(images)
     if twice and note is not None:
         shown = "; ".join(" and ".join(names) for names in twice[:10]) + ("; ..." if len(twice) > 10 else "")

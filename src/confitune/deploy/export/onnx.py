@@ -36,8 +36,7 @@ def write(content: Content) -> bytes:
     onnx = _optional("onnx")
     _optional("onnxscript")  # torch's exporter is built on it
     with _quiet():
-        alone = () if content.tasks else (content.module, content.example, "logits")
-        model = _program(*alone).model_proto if alone else _of_all(content)
+        model = _of_all(content) if content.tasks else _program(content.module, content.example, "logits").model_proto
     _forget_sources(model.graph)
     onnx.helper.set_model_props(model, {key: json.dumps(fact) for key, fact in content.facts.items()})
     data: bytes = model.SerializeToString()
@@ -91,13 +90,13 @@ def _of_all(content: Content) -> Any:
         place = next((n for n, other in enumerate(backbones) if task.same_backbone(other)), len(backbones))
         backbones[place:] = backbones[place:] or [task]
         places.append(place)
-    shared, own = dict(content.module.get_submodule("backbone").state_dict()), _Branches(onnx, model.graph)
-    graph = own.tree(backbones, 0, len(backbones), "all")
+    shared, branches = content.module.get_submodule("backbone").state_dict(), _Branches(onnx, model.graph)
+    graph = branches.tree(backbones, 0, len(backbones), "all")
     most = max(task.head.out_features for task in content.tasks)
     weight = np.stack([_padded(task.head.weight.numpy(), most, 0.0) for task in content.tasks])
     bias = np.stack([_padded(task.head.bias.numpy(), most, -np.inf) for task in content.tasks])
-    graph.initializer.extend(own.shared_tensors(shared))
     tables = {"heads.weight": weight, "heads.bias": bias, "backbones": np.array(places)}
+    tables |= {name: shared[name].numpy() for name in sorted(branches.used)}
     graph.initializer.extend(as_tensor(table, name) for name, table in tables.items())
     # The task's branch must be known before the tree asks for it.
     graph.node.insert(0, helper.make_node("Gather", ["backbones", "task"], ["backbone"]))
@@ -125,17 +124,10 @@ class _Branches:
     """A backbone's graph, once for every task that has its own, with what that has in place of the shared tensors."""
 
     def __init__(self, onnx: Any, graph: Any) -> None:
-        self.helper, self.as_tensor, self.graph, self._float = (
-            onnx.helper,
-            onnx.numpy_helper.from_array,
-            graph,
-            onnx.TensorProto.FLOAT,
-        )
+        self.helper, self.as_tensor = onnx.helper, onnx.numpy_helper.from_array
+        self.graph, self._float = graph, onnx.TensorProto.FLOAT
         self.tensors = {tensor.name: tensor for tensor in graph.initializer}
         self.used: set[str] = set()  # names of shared tensors
-
-    def shared_tensors(self, shared: dict[str, Tensor]) -> list[Any]:
-        return [self.as_tensor(shared[name].numpy(), name) for name in sorted(self.used)]
 
     def tree(self, backbones: Sequence[Own], first: int, stop: int, name: str) -> Any:
         """A graph that asks as few times as can be which of the backbones it is."""
