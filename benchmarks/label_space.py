@@ -86,17 +86,18 @@ def main() -> None:
 def learned(tasks: list[tuple[Split, ...]]) -> Gaussians:
     """Task by task; what is to be chosen is chosen on a tenth of the training images, left out at first."""
     size = tasks[0][0][0].shape[1]
-    whole, fewer, held, labels, first = FeatureSums.of(size), FeatureSums.of(size), [], [], 0
+    whole, fewer, held, inside, first = FeatureSums.of(size), FeatureSums.of(size), [], [], 0
     for number, (train, _) in enumerate(tasks):
         features, of_images = train
         classes = int(of_images.max()) + 1
         stay, left = hold_out(of_images, _HELD, torch.Generator().manual_seed(0))
         whole = whole.plus(str(number), features, of_images, classes)
         fewer = fewer.plus(str(number), features[stay], of_images[stay], classes)
-        held.append(features[left])
-        labels.append(first + of_images[left])
+        held.append((features[left], first + of_images[left]))
+        inside.append((features[stay], first + of_images[stay]))
         first += classes
-    chosen = fewer.calibrated(torch.cat(held), torch.cat(labels))
+    held, inside = ([torch.cat(part) for part in zip(*pairs, strict=True)] for pairs in (held, inside))
+    chosen = fewer.calibrated(*held, tuple(inside))
     return replace(whole.gaussians(chosen.ridge), temperature=chosen.temperature, threshold=chosen.threshold)
 
 

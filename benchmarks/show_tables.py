@@ -337,6 +337,26 @@ def mixed_table(numbers: Numbers) -> str:
     return table(["tasks in the batch", "milliseconds", "against one task"], rows)
 
 
+def about_export(numbers: Numbers) -> str:
+    return (
+        f"{numbers['model']}, {numbers['tasks']} tasks, {numbers['batch_size']} images of {numbers['pixels']} pixels, "
+        "one thread of onnxruntime"
+    )
+
+
+def export_table(numbers: Numbers) -> str:
+    rows = [
+        ["milliseconds, a file of the task alone", f"{1000 * numbers['alone_seconds']:.2f}"],
+        ["milliseconds, the file of all tasks", f"{1000 * numbers['all_seconds']:.2f}"],
+        ["ratio of the times, median over tasks", times(numbers["ratio"])],
+        ["largest difference of logits", f"{numbers['largest_difference']:.0e}"],
+        ["MB, a file of each task", f"{numbers['alone_bytes'] / 1e6:.1f}"],
+        ["MB, the file of all tasks", f"{numbers['all_bytes'] / 1e6:.1f}"],
+        ["seconds to load the file of all tasks", f"{numbers['load_seconds']:.1f}"],
+    ]
+    return table(["", ""], rows)
+
+
 def about_load(numbers: Numbers) -> str:
     return (
         f"{numbers['clients']} clients, up to {numbers['images_a_request']} images a request, of {numbers['tasks']} "

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from confitune import cli, metrics
+from confitune import __version__, cli, metrics
 from confitune.engine import RunResult, SequenceRun
 from confitune.engine.checkpoint import values_of
 from confitune.errors import ConfituneError
@@ -775,6 +775,21 @@ def test_tune_takes_a_recipe_and_options_win_over_it(confitune, tmp_path, monkey
     assert search.validation(0.5).options == {"mas": {"strength": 7.0}, "cpr": {"beta": 0.5}}
     assert out == tmp_path / "out"
     assert (how["resume"], how["place"].parallel_seeds, how["retrain"]) == (True, 2, False)
+
+
+def test_it_says_its_version(confitune):
+    said = confitune("--version")
+    assert (said.code, said.out) == (0, f"confitune {__version__}\n")
+
+
+def test_a_method_that_diverges_does_not_cost_the_table_of_the_others(confitune, tiny, tmp_path):
+    said = confitune(
+        *("run", *tiny, "--method", "linear-probe", "--method", "ewc", "--set", "ewc.strength=1e30"),
+        *("--set", "clip_norm=null", "--set", "pull_limit=null", "--out", tmp_path / "out"),
+    )
+    assert said.code == 2
+    assert "the loss of task 'task2' became" in said.err
+    assert "linear-probe" in said.out
 
 
 @pytest.mark.parametrize("command", [["run"], ["tune", "ewc"], ["reproduce", "table2", "--datasets", "digits"]])

@@ -104,6 +104,12 @@ class TrainSettings(BaseModel):
     clip_norm: float | None = Field(
         None, gt=0, description="scale gradients, penalties included, down to this norm; default: no clipping"
     )
+    pull_limit: float | None = Field(
+        None,
+        gt=0,
+        description="a penalty pulls no weight by more than this times its distance in a step; from 2 on plain steps "
+        "swing up. Default: 1 with methods that pull; no limit in `reproduce`",
+    )
     lr_schedule: Literal["constant", "cosine", "step"] = Field("constant", description="over a task (paper: constant)")
     lr_milestones: tuple[float, ...] = Field(
         (1 / 3, 2 / 3, 5 / 6), description="for 'step': shares of a task's epochs after which lr is divided by 10"

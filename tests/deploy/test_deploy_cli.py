@@ -1,5 +1,6 @@
 """learn, tasks, predict and export, from arguments to exit code, output and files."""
 
+import csv
 import json
 import os
 import re
@@ -8,9 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from confitune import cli
 from confitune.deploy import Bundle, Predictor, check_tasks
@@ -40,6 +42,62 @@ def rows(out):
 @pytest.fixture
 def quick(decoded):
     return ["--epochs", 4, "--batch-size", 4, "--lr", 0.02, "--device", "cpu", "--cache-dir", decoded]
+
+
+@pytest.fixture
+def learning(quick, new_bundle):
+    return [
+        *quick,
+        "--model",
+        new_bundle["model"],
+        "--weights",
+        new_bundle["weights"],
+        "--size",
+        32,
+        "--method",
+        "best",
+    ]
+
+
+def test_without_a_terminal_every_stage_is_a_line(confitune, photos, learning, tmp_path):
+    shutil.copytree(photos("checks"), tmp_path / "checks")
+    said = confitune("learn", tmp_path / "checks", "--name", "a", "--bundle", tmp_path / "m", *learning)
+    assert said.code == 0
+    stages = [
+        r"decoding folder-checks \(20\)",
+        "a: looking at the photos with the pre-trained network",
+        "a: testing what was learned",
+        "a: keeping features and held-out photos",
+    ]
+    assert re.search(r"\n(.*\n)*".join(stages), said.out)
+    owns = ["--set", "best.owns=changes"]
+    said = confitune("learn", photos("checks"), "--name", "a", "--bundle", tmp_path / "n", *learning, *owns)
+    assert "a: training head+norms, up to 4 epochs in all\n" in said.out
+
+
+def test_broken_photos_are_left_out_where_that_is_asked_for(confitune, photos, learning, tmp_path):
+    folder = Path(shutil.copytree(photos("reds"), tmp_path / "reds"))
+    (folder / "reds 0" / "broken.png").write_bytes(b"no image")
+    (folder / "reds 1" / "cut.png").write_bytes((folder / "reds 1" / "0.png").read_bytes()[:60])
+    arguments = ["learn", folder, "--name", "reds", "--bundle", tmp_path / "m", *learning]
+    message = refused(confitune(*arguments))
+    assert "broken.png" in message
+    assert "2 of 22 images; replace or remove them" in message
+    assert not (tmp_path / "m").exists()  # a first task that failed leaves nothing
+    said = confitune(*arguments, "--skip-broken")
+    assert said.code == 0
+    assert "note: 2 images that cannot be read are left out: reds 0/broken.png, reds 1/cut.png" in said.out
+    assert Bundle.open(tmp_path / "m").record("reds").images == 16
+
+
+def test_a_photo_in_two_classes_is_pointed_out(confitune, photos, learning, tmp_path):
+    folder = Path(shutil.copytree(photos("reds"), tmp_path / "reds"))
+    shutil.copy(folder / "reds 0" / "3.png", folder / "reds 1" / "same.png")
+    shutil.copy(folder / "reds 0" / "3.png", folder / "reds 0" / "again.png")
+    said = confitune("learn", folder, "--name", "reds", "--bundle", tmp_path / "m", *learning)
+    assert said.code == 0
+    assert "1 photos are in two classes or more" in said.out
+    assert "reds 0/3.png and reds 0/again.png and reds 1/same.png" in said.out
 
 
 def test_learn_makes_a_bundle_and_then_adds_to_it(confitune, photos, quick, new_bundle, tmp_path):
@@ -329,6 +387,20 @@ def test_what_cannot_be_predicted_is_said(confitune, taught_once, new, options, 
     assert message in refused(confitune("predict", taught_once[3], *given, "--device", "cpu"))
 
 
+def test_answers_as_a_table_for_other_programs(confitune, taught_once, new):
+    said = confitune("predict", taught_once[3], new, "--task", "stripes", "--top", 2, "--csv", "--device", "cpu")
+    head, *lines = csv.reader(said.out.splitlines())
+    assert head == ["image", "task", "class", "probability"]
+    expected = confitune("predict", taught_once[3], new, "--task", "stripes", "--top", 2, "--json", "--device", "cpu")
+    answers = [json.loads(line) for line in expected.out.splitlines()]
+    assert lines == [
+        [answer["image"], "stripes", found["name"], f"{found['probability']:.6f}"]
+        for answer in answers
+        for found in answer["classes"]
+    ]
+    assert len(lines) == 2 * len(answers) > 0
+
+
 # ---- export ----------------------------------------------------------------------------------------------------------
 
 
@@ -349,12 +421,17 @@ def test_export_to_onnx_and_run_it(confitune, taught, new):
     (logits,) = session.run(None, {given.name: predictor.preprocess(pixels).contiguous().numpy()})
     expected = torch.stack(predictor.logits(pixels, ["../green [1]"]))
     assert torch.allclose(torch.from_numpy(logits), expected, atol=1e-3)
-    assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == ["greens 0", "greens 1"]
+    facts = session.get_modelmeta().custom_metadata_map
+    assert json.loads(facts["tasks"]) == [{"name": "../green [1]", "classes": ["greens 0", "greens 1"]}]
+    assert json.loads(facts["steps"]) == [["resize", 256], ["crop", 224], ["resize", 32]]
 
 
 def test_what_cannot_be_exported_is_said(confitune, taught_once):
     message = refused(confitune("export", taught_once[3], "--task", "birds"))
     assert "has no task 'birds'; it has 'reds', 'stripes', 'greens'" in message
+    assert "give --task for one task, or --all" in refused(confitune("export", taught_once[3]))
+    message = refused(confitune("export", taught_once[3], "--task", "reds", "--to", "tape"))
+    assert "there is no format 'tape'; there are: onnx" in message
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -393,7 +470,7 @@ def test_help_imports_no_torch():
 
 def test_the_pages_python_example_runs(taught, pictures, tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     bundle = Bundle.open(taught(2))
     with bundle.changing():
         bundle.rename_task("reds", "birds")
@@ -408,6 +485,35 @@ def test_the_pages_python_example_runs(taught, pictures, tmp_path, monkeypatch, 
     assert guessed[0] in ("birds", "trees", None)
     assert first[1][0][0] in bundle.record("birds").classes
     assert 0.5 <= first[1][0][1] <= 1  # the better of two classes
+
+
+def test_an_exported_file_says_all_that_its_answers_need(confitune, taught, pictures, tmp_path, monkeypatch, capsys):
+    """The page's example reaches the predictor's answers with the file, onnxruntime, Pillow and numpy alone."""
+    pytest.importorskip("onnxruntime")
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    _, code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert set(re.findall(r"^(?:import|from) ([\w, ]+?)(?: import .*)?$", code, re.MULTILINE)) == {
+        "json, numpy, onnxruntime",
+        "PIL",
+    }
+    path = taught(3)
+    bundle = Bundle.open(path)
+    with bundle.changing():
+        bundle.rename_task("stripes", "birds")
+    assert confitune("export", path, "--all", "--out", tmp_path / "model.onnx").code == 0
+    (tmp_path / "new").mkdir()
+    monkeypatch.chdir(tmp_path)
+    predictor = Predictor.from_bundle(path, device="cpu")
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6
+    for size, more in (((301, 200), {}), ((97, 230), {"exif": turned}), ((256, 291), {})):
+        pictures("stripes", 1)[0].resize(size).save("new/a.jpg", **more)
+        found = {}
+        exec(compile(code, "deploy.md", "exec"), found)
+        (expected,) = predictor.logits(predictor.decode(Path("new/a.jpg"))[None], ["birds"])
+        assert found["facts"]["version"] == bundle.version
+        assert np.abs(found["logits"][: len(expected)] - expected.numpy()).max() < 1e-4
+        assert capsys.readouterr().out.strip() == bundle.record("birds").classes[int(expected.argmax())]
 
 
 def test_undo(confitune, taught):

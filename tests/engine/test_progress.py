@@ -112,3 +112,18 @@ def test_a_label_with_brackets_is_printed_as_it_is(terminal):
     progress.task_ended(0, [50.0])
     progress.close()
     assert "folder:/data/[a]/[/b] confit" in shown(out)
+
+
+def test_on_a_terminal_it_does_not_speak_of_epochs_while_it_judges():
+    terminal = console(terminal=True)
+    progress = LiveProgress(terminal, "birds", stages=True)
+    progress.run_started("best", ["birds"], 10, 0)
+    progress.task_started(0, "birds", 0)
+    progress.busy_with("looking at the photos")
+    before = shown(terminal)
+    progress.stage_started("head")
+    progress.step_done(5, 5)
+    progress.close()
+    after = shown(terminal)
+    assert "epoch" not in before
+    assert "epoch 1/10" in after

@@ -159,7 +159,7 @@ def test_a_node_dies_and_all_runs_end_as_they_do_here(
 
 
 def test_what_diverges_is_named_and_the_others_end(on_cluster, values, tmp_path):
-    given = {**values, "methods": ["ewc", "linear-probe"], "clip_norm": None}
+    given = {**values, "methods": ["ewc", "linear-probe"], "clip_norm": None, "pull_limit": None}
     recipe = make_recipe({**given, "options": {"ewc": {"strength": 1e30}}})
     with on_cluster() as there, pytest.raises(TrainingError) as caught:
         run_recipe(recipe, tmp_path, place=there)

@@ -107,7 +107,7 @@ def recipe_of(config):
     """The recipe that a result's configuration asks for."""
     apart = {"version", "method", "seed", "weights_sha256"}
     values = {name: value for name, value in config.items() if name not in apart and value is not None}
-    return make_recipe({**values, "methods": [config["method"]]})
+    return make_recipe({"pull_limit": None, **values, "methods": [config["method"]]})  # results of before had none
 
 
 # Methods that do something else than in confitune 0.1, whose results are not taken for theirs.

@@ -287,7 +287,7 @@ def test_what_is_finished_is_summarised_even_if_the_next_run_fails(values, tmp_p
 
 
 def test_a_run_that_diverges_does_not_stop_the_others(values, tmp_path):
-    given = {**values, "methods": ["ewc", "linear-probe", "ewc+confit"], "clip_norm": None}
+    given = {**values, "methods": ["ewc", "linear-probe", "ewc+confit"], "clip_norm": None, "pull_limit": None}
     given["options"] = {"ewc": {"strength": 1e30}}
     with pytest.raises(TrainingError) as caught:
         run_recipe(make_recipe(given), tmp_path)

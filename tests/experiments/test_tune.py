@@ -386,7 +386,7 @@ def started(monkeypatch):
     return runs
 
 
-DIVERGING = {"seeds": 2, "clip_norm": None}  # at the largest strength
+DIVERGING = {"seeds": 2, "clip_norm": None, "pull_limit": None}  # at the largest strength
 
 
 @pytest.fixture(scope="session")

@@ -112,6 +112,34 @@ def test_unknown_images_are_unusual_and_few_known_ones_are(tasks):
     assert float((chosen.unusual(others) > chosen.threshold).double().mean()) > 0.6
 
 
+@pytest.mark.parametrize(("classes", "train", "held"), [(2, 8, 2), (3, 20, 5), (10, 9, 1)])
+def test_new_images_of_few_photos_are_called_unknown_no_more_often_than_stated(classes, train, held):
+    """A single task of a few dozen photos, many times over."""
+    alarms, strange = [], []
+    for seed in range(40):
+        features, labels = clouds(classes, train + held + 40, seed)
+        place = torch.arange(len(labels)) // classes
+        inside, out, new = place < train, (place >= train) & (place < train + held), place >= train + held
+        sums = FeatureSums.of(SIZE).plus("a", features[inside], labels[inside], classes)
+        chosen = sums.calibrated(features[out], labels[out], (features[inside], labels[inside]))
+        alarms.append(float((chosen.unusual(features[new]) > chosen.threshold).double().mean()))
+        others, _ = clouds(8, 20, seed=1000 + seed)
+        strange.append(float((chosen.unusual(others) > chosen.threshold).double().mean()))
+    assert 0.01 < sum(alarms) / len(alarms) < 1.1 * FALSE_ALARMS
+    assert sum(strange) / len(strange) > 0.2
+
+
+def test_images_in_the_sums_count_as_if_they_were_not(tasks):
+    features, labels = tasks["c"]
+    sums = FeatureSums.of(SIZE).plus("c", features, labels, 4)
+    found = sums._unusual_left_out(sums.gaussians(0.1), features, labels)
+    for image in (0, 7, 33):
+        others = torch.arange(len(labels)) != image
+        without = FeatureSums.of(SIZE).plus("c", features[others], labels[others], 4)
+        expected = without.gaussians(0.1).unusual(features[image : image + 1])
+        torch.testing.assert_close(found[image : image + 1], expected, rtol=0.03, atol=0.3)
+
+
 def test_probabilities_of_tasks_are_those_of_their_classes(tasks):
     gaussians = learned(tasks, "abc").gaussians()
     probabilities = gaussians.probabilities(tasks["a"][0])

@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from confitune.engine import DivergedError, Listener
+from confitune.experiments import make_recipe
+from confitune.experiments.reproduce.plan import Scope
 from confitune.methods import Method, create_method
+from confitune.methods.pull import Pull
 
 WITHOUT = {
     "ewc": {"ewc": {"strength": 0}},
@@ -249,3 +253,53 @@ def test_a_state_can_be_loaded_before_there_is_a_network(make_net, tasks, contex
     assert_same(second.state_dict(), first.state_dict())
     second.attach(net, 0)
     assert_same(second.state_dict(), first.state_dict())
+
+
+# ---- the limit of a pull ---------------------------------------------------------------------------------------------
+
+
+class Notes(Listener):
+    def __init__(self):
+        self.said = []
+
+    def note(self, message):
+        self.said.append(message)
+
+
+@pytest.mark.parametrize("name", PULLS)
+def test_a_pull_that_would_swing_up_is_limited(make_run, name):
+    options = {name: {"strength": 1e9}}
+    with pytest.raises(DivergedError):
+        make_run(name, options, epochs=2).run()
+    notes = Notes()
+    run = make_run(name, options, epochs=2, pull_limit=1.0, listeners=(notes,))
+    run.run()
+    assert all(bool(parameter.isfinite().all()) for parameter in run.net.parameters())
+    assert any(f"{name}: lr x strength x importance reaches" in note and "limited to 1" in note for note in notes.said)
+
+
+def test_a_limited_pull_goes_to_its_anchor_in_one_step():
+    net = Method().network(nn.Sequential(nn.Conv2d(3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+    net.add_task("one", 2)
+    parameter = net.backbone[0].bias
+    parameter.grad = torch.zeros_like(parameter)
+    anchor = {"0.bias": parameter.detach() - torch.tensor([1.0, 2.0])}
+    Pull(anchor, {"0.bias": torch.tensor([3.0, 500.0])}, 10.0).add_gradient(net, most=100.0)  # 1 / lr
+    torch.testing.assert_close(parameter.grad, torch.tensor([30.0, 200.0]))
+
+
+@pytest.mark.parametrize("name", PULLS)
+def test_pulls_that_are_stable_are_not_changed_by_the_limit(make_run, name):
+    notes, options = Notes(), {name: {"strength": 1e-3}}
+    limited = make_run(name, options, epochs=2, pull_limit=1.0, listeners=(notes,)).run()
+    assert limited.final_sha256 == make_run(name, options, epochs=2).run().final_sha256
+    assert not notes.said
+
+
+def test_runs_have_the_limit_and_the_papers_have_none(tmp_path):
+    recipe = make_recipe({"dataset": "photos", "methods": ["ewc", "confit"]})
+    assert recipe.train_settings(0, "ewc").pull_limit == 1.0
+    assert recipe.train_settings(0, "confit").pull_limit is None
+    paper = Scope(tmp_path).recipe("flowers102", "ewc")
+    assert paper.train_settings(0, "ewc").pull_limit is None
+    assert "pull_limit" not in paper.identity("ewc", 0, "0" * 64)  # results of before are still theirs

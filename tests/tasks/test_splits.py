@@ -63,7 +63,9 @@ def test_classes_too_small_to_split_are_named() -> None:
         stratified_split([0] * 20 + [1], ["many", "rare"])
     with pytest.raises(DataError, match=r"no image of 'rare' \(2 images\)"):
         stratified_split([0] * 50 + [1] * 2, ["many", "rare"])
-    with pytest.raises(DataError, match="cannot split 6 images of 3 classes"):
+    with pytest.raises(
+        DataError, match="cannot split 6 images of 3 classes: too few to test every class; give every class"
+    ):
         stratified_split([0, 0, 1, 1, 2, 2], ["a", "b", "c"])
 
 

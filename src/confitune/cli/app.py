@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,9 +13,25 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
-    help="Fine-tune one pre-trained CNN on task after task without forgetting (ConFiT).",
 )
 Option = typer.Option
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        from confitune import __version__
+
+        typer.echo(f"confitune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all_commands(
+    version: Annotated[
+        bool, Option("--version", callback=_say_version, is_eager=True, help="say which version this is")
+    ] = False,
+) -> None:
+    """Fine-tune one pre-trained CNN on task after task without forgetting (ConFiT)."""
 
 
 @contextmanager

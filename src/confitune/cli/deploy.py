@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +44,9 @@ def learn_command(
     check: Annotated[
         int, Option(min=0, help="earlier tasks to test again afterwards, at random where there are more; 0: none")
     ] = 20,
+    skip_broken: Annotated[
+        bool, Option("--skip-broken", help="learn without photos that cannot be read; they are listed")
+    ] = False,
     size: Annotated[
         int | None, Option(min=32, max=224, help="for a new bundle: pixels of the network's input; default 224")
     ] = None,
@@ -85,7 +90,7 @@ def learn_command(
     from confitune.experiments import merge_settings
 
     console, cache_dir = Console(), settings.pop("cache_dir", None)
-    given = {"size": size, "method": method, "keep": keep, "check": check}
+    given = {"size": size, "method": method, "keep": keep, "check": check, "skip_broken": skip_broken}
     given = {name: value for name, value in given.items() if value is not None}
     try:
         checked = LearnSettings.model_validate(merge_settings({**settings, **given}, changes or ()))
@@ -94,15 +99,15 @@ def learn_command(
         raise ConfituneError("; ".join(wrong)) from error
     if (name is None) == (into is None):
         raise ConfituneError("give --name for a new task, or --into for one that is there")
-    with stoppable("the bundle is as it was"), decoding_bar(console) as decoding:
-        if name is None:
-            report = grow(folder, str(into), bundle, checked, cache_dir=cache_dir, progress=decoding)
-        else:
-            progress = LiveProgress(console, name)
-            try:
-                report = learn(folder, name, bundle, checked, cache_dir=cache_dir, listener=progress, progress=decoding)
-            finally:
-                progress.close()
+    change = learn if into is None else grow
+    with stoppable("the bundle is as it was"), decoding_bar(console, lines=True) as decoding:
+        progress = LiveProgress(console, str(name or into), stages=True)
+        try:
+            report = change(
+                *(folder, str(name or into), bundle, checked), cache_dir=cache_dir, listener=progress, progress=decoding
+            )
+        finally:
+            progress.close()
     _print_learned(console, report, bundle)
 
 
@@ -229,6 +234,9 @@ def predict_command(
     top: Annotated[int, Option(min=1, help="so many classes for each image")] = 5,
     device: Annotated[str, Option(help="auto, cpu, cuda, ...")] = "auto",
     as_json: Annotated[bool, Option("--json", help="one JSON object for each image, a line each")] = False,
+    as_csv: Annotated[
+        bool, Option("--csv", help="a line for each image and class, best first; no task: unknown")
+    ] = False,
 ) -> None:
     """Say what is on photos. Images that cannot be read are named at the end; the exit code is then 1.
 
@@ -237,6 +245,8 @@ def predict_command(
       confitune predict model new/*.jpg --task birds
 
       confitune predict model holiday/ --json > answers.jsonl
+
+      confitune predict model holiday/ --csv --top 1 > answers.csv
     """
     from confitune.deploy import Predictor, image_files, predict_files
 
@@ -245,7 +255,9 @@ def predict_command(
     predictor = Predictor.from_bundle(bundle, device=device)
     if task is not None:
         predictor.bundle.record(task)
-    failed = 0
+    failed, table = 0, csv.writer(sys.stdout, lineterminator="\n")
+    if as_csv:
+        table.writerow(["image", "task", "class", "probability"])
     for file, answer in predict_files(predictor, files, task, top, among):
         if isinstance(answer, ConfituneError):
             failed += 1
@@ -256,6 +268,8 @@ def predict_command(
             found = {"task": answer.task, "task_confidence": answer.task_confidence, "classes": classes}
             found |= {"others": others} if answer.others else {}
             typer.echo(json.dumps({"image": str(file), **found}, ensure_ascii=False))
+        elif as_csv:
+            table.writerows([file, answer.task or "", name, f"{share:.6f}"] for name, share in answer.classes)
         else:
             say(f"{file}: {_in_words(answer)}")
     if failed:
@@ -316,18 +330,25 @@ def serve_command(
 @app.command(name="export")
 def export_command(
     bundle: BundleFolder,
-    task: Annotated[str, Option(help="which task")],
-    out: Annotated[Path | None, Option(metavar="FILE", help="default: TASK.onnx")] = None,
+    task: Annotated[str | None, Option(help="which task")] = None,
+    every: Annotated[bool, Option("--all", help="all tasks in one file, which is told the task by its number")] = False,
+    to: Annotated[str, Option(metavar="FORMAT", help="of the file")] = "onnx",
+    out: Annotated[Path | None, Option(metavar="FILE", help="default: the name of the task or the bundle")] = None,
 ) -> None:
-    """Write one task as an ONNX file for another runtime: batch norm folded in, images in, logits out.
+    """Write one task, or all of them, as an ONNX file for another runtime: images in, logits out.
 
-    The file is run on ten images and compared with the bundle before it is said to be good.
+    The file is run on ten images of each task and compared with the bundle before it is said to be good. Its metadata
+    says how to use it.
 
     [bold]Examples[/bold]
 
       confitune export model --task birds --out birds.onnx
+
+      confitune export model --all
     """
     from confitune.deploy import export_bundle
 
-    path, difference = export_bundle(bundle, task, out)
-    say(f"{path}: equal to the bundle up to {difference:.1e} on ten images")
+    if (task is None) != every:
+        raise ConfituneError("give --task for one task, or --all for all tasks in one file")
+    path, difference = export_bundle(bundle, task, out, to)
+    say(f"{path}: equal to the bundle up to {difference:.1e} on ten images" + (" of each task" if every else ""))

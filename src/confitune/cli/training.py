@@ -122,13 +122,19 @@ def run_command(
     """
     asked = dict(locals())
     from confitune.experiments import draw_pictures, make_recipe, run_recipe, summary_table
+    from confitune.experiments.job import TrainingError
 
     console = Console()
     with stoppable(_WITH_RESUME):
         values = _recipe_values(recipe, {**settings, "seeds": seeds, "methods": method or None}, changes)
         checked = make_recipe(values, str(recipe or "the options given"))
         with _place(console, asked) as place:
-            results = run_recipe(checked, out, place=place, resume=resume, checkpoint_seconds=checkpoint_seconds)
+            try:
+                results = run_recipe(checked, out, place=place, resume=resume, checkpoint_seconds=checkpoint_seconds)
+            except TrainingError as error:
+                if error.results:  # the others are none the worse for it
+                    console.print(summary_table(error.results))
+                raise
     console.print(summary_table(results))
     try:
         if pictures := draw_pictures(out, checked.methods):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -221,6 +222,7 @@ class Bundle:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Within, no other process changes it; what others changed before is seen, what a killed one left is gone."""
+        made = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -236,7 +238,12 @@ class Bundle:
                 raise BundleError(f"{self.path} holds tasks but no {HEAD}: restore it from a copy")
             if (self.path / UNFINISHED).exists():
                 self.sweep()
-            yield
+            try:
+                yield
+            except BaseException:
+                if made and not is_bundle(self.path):  # a first task that failed leaves nothing
+                    shutil.rmtree(self.path, ignore_errors=True)
+                raise
             (self.path / UNFINISHED).unlink(missing_ok=True)
 
     def add_task(

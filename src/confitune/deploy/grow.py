@@ -18,7 +18,7 @@ from confitune.deploy.format import BundleError, TaskRecord
 from confitune.deploy.held_out import Change, accuracy_on, joined, keep_some, of_classes
 from confitune.deploy.label_space import TaskFeatures
 from confitune.deploy.learn import LearnReport, LearnSettings, check_classes, task_features, train_settings
-from confitune.engine import evaluate, place_task
+from confitune.engine import Listener, evaluate, place_task
 from confitune.methods.linear import fit_linear, folds_of
 from confitune.nn import ContinualNet
 from confitune.tasks import Progress, load_folder_task
@@ -31,6 +31,7 @@ def grow(
     settings: LearnSettings | None = None,
     *,
     cache_dir: Path | None = None,
+    listener: Listener | None = None,
     progress: Progress | None = None,
 ) -> LearnReport:
     """Add the photos below `folder` to a task of the bundle: of new classes, or of classes that it has.
@@ -41,8 +42,9 @@ def grow(
         folder: one folder of images for each class, or images of one class, which is called like the folder.
         task: its name.
         bundle: the bundle's folder.
-        settings: of these seed, device, batch size and how many images to keep matter.
+        settings: of these seed, device, batch size, how many images to keep and what to skip matter.
         cache_dir: for decoded images, see `load_tasks`.
+        listener: is told what a person should know.
         progress: called as progress(what, done, total) while images are decoded.
     """
     settings, began, opened = settings or LearnSettings(), time.monotonic(), Bundle.open(bundle)
@@ -56,8 +58,10 @@ def grow(
             std=network.std,
             size=network.size,
             known=record.classes,
+            skip_broken=settings.skip_broken,
             cache_dir=cache_dir,
             progress=progress,
+            note=(listener or Listener()).note,
         )
         check_classes(images.classes, folder)
         classes, training = images.classes, train_settings(settings, network.learner())

@@ -185,13 +185,16 @@ def chosen_from_state(sums: FeatureSums, state: Mapping[str, Tensor], names: Map
 
 def calibrate(sums: FeatureSums, features: Callable[[str], TaskFeatures]) -> Gaussians:
     """The classifier, tuned to held-out images of the tasks, or of some where they are many."""
-    keys, first, found = list(sums.counts), 0, []
+    keys, first, found, inside = list(sums.counts), 0, [], []
     some = set(random.Random(len(keys)).sample(keys, min(len(keys), _CALIBRATED)))
     for key in keys:
         with suppress(BundleError):  # a damaged task says nothing
             if key in some:
                 of_task = features(key)
                 found.append((of_task.held_out, first + of_task.held_out_labels))
+                inside.append((of_task.train, first + of_task.labels))
         first += len(sums.counts[key])
-    images, labels = zip(*found, strict=True) if found else ([torch.empty(0, len(sums.second))], [torch.empty(0)])
-    return sums.calibrated(torch.cat(images), torch.cat(labels))
+    if not found:
+        return sums.calibrated(torch.empty(0, len(sums.second)), torch.empty(0))
+    held_out, train = ([torch.cat(part) for part in zip(*pairs, strict=True)] for pairs in (found, inside))
+    return sums.calibrated(held_out[0], held_out[1], (train[0], train[1]))

@@ -39,6 +39,7 @@ class LearnSettings(NetworkSettings, TrainSettings):
     options: dict[str, MethodOptions] = Field(
         default_factory=dict, description="of a new bundle's method, by its name: {'best': {'rank': 2}}"
     )
+    skip_broken: bool = Field(False, description="learn without images that cannot be read, and say which these are")
     keep: int = Field(64, ge=0, description="held-out images to keep with the bundle; 0: none")
     check: int = Field(20, ge=0, description="earlier tasks to test again, at random where there are more; 0: none")
 
@@ -126,24 +127,35 @@ def learn(
         else:
             opened.store_pretrained(pretrained)
         network, method = opened.network, opened.network.learner()
+        listener = listener or Listener()
         images = load_folder_task(
-            folder, task, mean=network.mean, std=network.std, size=network.size, cache_dir=cache_dir, progress=progress
+            folder,
+            task,
+            mean=network.mean,
+            std=network.std,
+            size=network.size,
+            skip_broken=settings.skip_broken,
+            cache_dir=cache_dir,
+            progress=progress,
+            note=listener.note,
         )
         check_classes(images.classes, folder)
         training = train_settings(settings, method)
-        listener = listener or Listener()
         listener.run_started(method.name, [task], epochs_of(images, training), 0)
         listener.task_started(0, task, 0)
+        listener.busy_with("looking at the photos with the pre-trained network")
         executor = Executor(net, training, listener)
         with executor.session():
             placed = place_task(images, executor.device, training.pixels)
             TaskFit(executor, placed, method, len(opened.tasks)).fit()
+        listener.busy_with("testing what was learned")
         _require_learned(net, images, training)
         only_head = net.tasks[task].owns == ("head",)
         accuracy = evaluate(net, images, training)
         earlier = [name for name, record in opened.tasks.items() if record.held_out is not None]
         chosen = some_of(earlier, settings.check, settings.seed, len(opened.tasks))
         changes = check_earlier(opened, net, chosen, images.preprocess, progress)
+        listener.busy_with("keeping features and held-out photos")
         features = task_features(net, pretrained, placed, training)
         stored = opened.store_task(net.task_state_dict(task), images.classes)
         kept = keep_some(images.test, settings.keep, settings.seed) if settings.keep else None

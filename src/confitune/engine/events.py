@@ -35,6 +35,9 @@ class Listener:
     def stage_started(self, stage: str) -> None:
         """Another stage of the task's schedule begins."""
 
+    def busy_with(self, what: str) -> None:
+        """Something else than training begins, in words."""
+
     def step_done(self, step: int, steps: int) -> None:
         """A step of an epoch is done."""
 

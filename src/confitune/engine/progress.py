@@ -24,30 +24,40 @@ def progress_board(console: Console) -> Progress:
 
 
 @contextmanager
-def decoding_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Within, a bar of images decoded: called as bar(what, done, total)."""
+def decoding_bar(console: Console, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """Within, a bar of images decoded: called as bar(what, done, total).
+
+    Args:
+        lines: where there is no terminal, a line says when something begins.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        lines: dict[str, TaskID] = {}
+        shown: dict[str, TaskID] = {}
 
         def show(what: str, done: int, total: int) -> None:
-            if what not in lines:
-                lines[what] = bar.add_task(what, total=total)
-            bar.update(lines[what], completed=done)
+            if what not in shown:
+                shown[what] = bar.add_task(what, total=total)
+                if lines and not console.is_terminal:
+                    console.print(f"{what} ({total:,})", markup=False, highlight=False)
+            bar.update(shown[what], completed=done)
 
         yield show
 
 
 class LiveProgress(Listener):
-    """A progress bar on a terminal, on the `board` of runs side by side if there is one; else a plain line a task."""
+    """A progress bar on a terminal, on the `board` of runs side by side if there is one; else a plain line a task.
 
-    def __init__(self, console: Console, label: str, board: Progress | None = None) -> None:
-        self._console, self._label, self._board = console, label, board
+    Args:
+        stages: a plain line a stage, too.
+    """
+
+    def __init__(self, console: Console, label: str, board: Progress | None = None, stages: bool = False) -> None:
+        self._console, self._label, self._board, self._stages = console, label, board, stages
         self._bar: Progress | None = None
 
     def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
         self._tasks, self._epochs = list(tasks), epochs
-        self._stage, self._loss, self._average = "", float("nan"), float("nan")
+        self._stage, self._busy, self._loss, self._average = "", "", float("nan"), float("nan")
         self._task, self._epoch = first_task, 0
         if self._console.is_terminal:
             self._bar = self._board or progress_board(self._console)
@@ -55,12 +65,22 @@ class LiveProgress(Listener):
             self._bar.start()
 
     def task_started(self, task: int, name: str, first_epoch: int) -> None:
-        self._task, self._epoch, self._stage = task, first_epoch, ""
+        self._task, self._epoch, self._stage, self._busy = task, first_epoch, "", "begins"
         self._loss = float("nan")  # a task may have none: not every one is trained
         self._show(0.0)
 
     def stage_started(self, stage: str) -> None:
-        self._stage = stage
+        self._stage, self._busy = stage, ""
+        self._line_of(f"training {stage}, up to {self._epochs} epochs in all")
+
+    def busy_with(self, what: str) -> None:
+        self._busy = what
+        self._line_of(what)
+        self._show(0.0)
+
+    def _line_of(self, what: str) -> None:
+        if self._stages and not self._bar:
+            self._console.print(f"{self._label}: {what}", markup=False, highlight=False)
 
     def step_done(self, step: int, steps: int) -> None:
         if self._bar and (step == steps or step % 5 == 0):
@@ -95,7 +115,8 @@ class LiveProgress(Listener):
             return
         done = self._task * self._epochs + self._epoch + share_of_epoch
         epoch = min(self._epoch + 1, self._epochs)
-        status = f"task {self._task + 1}/{len(self._tasks)}  {self._stage:<10} epoch {epoch}/{self._epochs}"
+        doing = self._busy or f"{self._stage:<10} epoch {epoch}/{self._epochs}"
+        status = f"task {self._task + 1}/{len(self._tasks)}  {doing}"
         if self._loss == self._loss:
             status += f"  loss {self._loss:.3f}"
         if self._average == self._average:

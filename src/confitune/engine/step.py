@@ -84,7 +84,7 @@ class TrainStep:
 
         A method whose tensors move between tasks makes each task (`index`) its own kind.
         """
-        of_hooks = tuple(hook.captured_kind(index) for hook in self.hooks)
+        of_hooks = tuple((hook.captured_kind(index), hook.pull_most) for hook in self.hooks)
         task = (len(self.task.classes), self.task.groups, self.task.preprocess)
         return (trains, tracking, task, of_hooks)
 

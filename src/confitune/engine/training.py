@@ -148,6 +148,7 @@ class TaskFit(TaskImages):
                     torch.manual_seed(derived_seed(self.settings.seed, "before epoch", self.index, epoch))
                     for hook in self.hooks:
                         hook.begin_epoch(self, epoch)
+                    self._limit_pulls()
                     self._train_epoch(stage, epoch)
                     self.epoch = epoch + 1
                     if self.validation:
@@ -161,6 +162,21 @@ class TaskFit(TaskImages):
                 self._finish()
         finally:
             self._freeze_but(None)
+
+    def _limit_pulls(self) -> None:
+        """A gradient step along a pull is stable only if it goes less than twice the way to where that pulls."""
+        if self.settings.pull_limit is None or self.settings.optimizer != "sgd":
+            return
+        lr = max(self.settings.lr * group["factor"] for group in self.optimizer.param_groups)
+        for hook in self.hooks:
+            pull, most = hook.pull(), self.settings.pull_limit / lr
+            steepest = 0.0 if pull is None else pull.steepest()
+            limited, hook.pull_most = hook.pull_most, most if steepest > most else None
+            if hook.pull_most is not None and limited is None:
+                self.listener.note(
+                    f"{hook.name}: lr x strength x importance reaches {lr * steepest:.3g} in task {self.task.name!r}, "
+                    f"and steps are stable below 2: the pull on such weights is limited to {self.settings.pull_limit:g}"
+                )
 
     def _finish(self) -> None:
         """Take the statistics that are still to be taken, and store the task.

@@ -88,7 +88,13 @@ class Job:
 
 
 class TrainingError(ConfituneError):
-    """A run whose numbers became infinite."""
+    """Runs whose numbers became infinite.
+
+    Attributes:
+        results: of the others.
+    """
+
+    results: Sequence[RunResult] = ()
 
 
 def run_folder(out: Path, dataset: str, method: str, seed: int) -> Path:

@@ -100,7 +100,10 @@ def finish_plan(plan: Plan, place: Place) -> list[RunResult]:
         else:
             failures.append((job, outcome))
     if failures:
-        raise _in_one(sorted(failures, key=lambda failure: plan.jobs.index(failure[0])))
+        error = _in_one(sorted(failures, key=lambda failure: plan.jobs.index(failure[0])))
+        if isinstance(error, TrainingError):
+            error.results = [done[job.folder] for job in plan.jobs if job.folder in done]
+        raise error
     return [done[job.folder] for job in plan.jobs]
 
 

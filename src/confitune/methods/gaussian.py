@@ -83,11 +83,13 @@ class FeatureSums:
         white = means @ whiten
         return Gaussians(tasks, of_class, whiten, white, white.square().sum(1) / 2, centre, whiten_all, ridge)
 
-    def calibrated(self, features: Tensor, labels: Tensor) -> Gaussians:
+    def calibrated(self, features: Tensor, labels: Tensor, inside: tuple[Tensor, Tensor] | None = None) -> Gaussians:
         """The classifier whose ridge, temperature and threshold are chosen on images that are not in the sums.
 
         Args:
             labels: places among all classes, task by task.
+            inside: features and labels of images that are in the sums. They count for the threshold, too, as if they
+                were not: with few images a limit that one in twenty is above takes more than the others.
         """
         if not len(features):
             return replace(self.gaussians(), temperature=_USUAL_TEMPERATURE)
@@ -100,7 +102,35 @@ class FeatureSums:
                 if loss < least:
                     best, least = replace(gaussians, temperature=temperature), loss
         assert best is not None
-        return replace(best, threshold=float(best.unusual(features).quantile(1 - FALSE_ALARMS)))
+        scores = best.unusual(features)
+        if inside is not None:
+            scores = torch.cat([scores, self._unusual_left_out(best, *inside)])
+        # A new image is equally likely to come anywhere in the order of all: so the limit is above its share of n + 1.
+        rank = math.ceil((len(scores) + 1) * (1 - FALSE_ALARMS))
+        threshold = float(scores.sort().values[rank - 1]) if rank <= len(scores) else math.inf
+        return replace(best, threshold=threshold)
+
+    def _unusual_left_out(self, gaussians: Gaussians, features: Tensor, labels: Tensor) -> Tensor:
+        """`Gaussians.unusual` of images that are in the sums, each as if it were not: rank-one changes of moments.
+
+        Without x a class mean moves by (x - mean) / (n - 1), and a scatter loses n / (n - 1) (x - mean)(x - mean)T.
+        Images that are their class's only one are passed over.
+        """
+        counts = torch.cat(list(self.counts.values()))
+        several = counts[labels] > 1
+        x, labels, images = _unit(features[several]), labels[several], float(counts.sum())
+        n = counts[labels]
+        white = x @ gaussians.whiten
+        own = white - gaussians.means[labels]
+        own_length, share = own.square().sum(1), n / ((n - 1) * images)
+        shrunk = share / (1 - share * own_length)
+        lengths = white.square().sum(1, keepdim=True) - 2 * (white @ gaussians.means.T - gaussians.offsets)
+        along = (own * white).sum(1, keepdim=True) - own @ gaussians.means.T
+        distances = lengths + shrunk[:, None] * along.square()
+        distances[torch.arange(len(x)), labels] *= (n / (n - 1)).square()
+        around = ((x - gaussians.centre) @ gaussians.whiten_all).square().sum(1)
+        around = around * (images / (images - 1)) ** 2 / (1 - around / (images - 1))
+        return distances.min(1).values - around
 
 
 @dataclass(frozen=True)

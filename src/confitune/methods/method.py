@@ -135,6 +135,7 @@ class Method:
     def __init__(self, **options: Any) -> None:
         self.options: Any = _checked(self.Options, self.name, options)
         self.choices: dict[str, dict[str, Any]] = {}  # that it made for tasks, by name, and why: for people to read
+        self.pull_most: float | None = None  # see `Pull.add_gradient`; set where steps would swing up without
         self.added: tuple[Method, ...] = ()  # methods that it is combined with, see `create_method`
         for name in (*self.kept, *self.running, *self.scratch):
             setattr(self, name, {})
@@ -210,7 +211,7 @@ class Method:
     def add_gradients(self, net: ContinualNet) -> None:
         """Add to the gradients, in closed form: here that of the pull."""
         if (pull := self.pull()) is not None:
-            pull.add_gradient(net)
+            pull.add_gradient(net, self.pull_most)
 
     def after_step(self, net: ContinualNet) -> None:
         """Parameters have moved."""

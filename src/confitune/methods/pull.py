@@ -13,8 +13,9 @@ from confitune.nn import ContinualNet
 
 Tensors = dict[str, Tensor]  # by the name of a shared parameter
 
-# Strengths were chosen with it in the CPR code: at large ones plain gradient steps diverge.
-CLIPPED = MappingProxyType({"clip_norm": 100.0})
+# Strengths were chosen with clipping in the CPR code: at large ones plain gradient steps diverge. They may still swing
+# around the weights that matter until nothing is left of what was learned, so the pull on these has a limit.
+CLIPPED = MappingProxyType({"clip_norm": 100.0, "pull_limit": 1.0})
 
 
 class Pull(NamedTuple):
@@ -25,14 +26,25 @@ class Pull(NamedTuple):
     slope: float
 
     @torch.no_grad()
-    def add_gradient(self, net: ContinualNet) -> None:
-        """Add its gradient in closed form, where there are gradients: cheaper than sending it through autograd."""
+    def add_gradient(self, net: ContinualNet, most: float | None = None) -> None:
+        """Add its gradient in closed form, where there are gradients: cheaper than sending it through autograd.
+
+        Args:
+            most: times the distance, that it is for any weight.
+        """
         trained = trained_parameters(net)
         if not trained:
             return
         change = torch._foreach_sub([p.detach() for p in trained.values()], of(self.anchor, trained))
-        torch._foreach_mul_(change, of(self.weight, trained))
+        weights = of(self.weight, trained)
+        if most is not None:
+            weights = list(torch._foreach_clamp_max(weights, most / self.slope))
+        torch._foreach_mul_(change, weights)
         torch._foreach_add_(gradients_of(trained), change, alpha=self.slope)
+
+    def steepest(self) -> float:
+        """The largest factor of a distance in its gradient."""
+        return self.slope * float(torch.stack([weight.max() for weight in self.weight.values()]).max())
 
     def value(self, net: ContinualNet) -> Tensor:
         """The penalty itself, without a gradient."""

@@ -1,6 +1,6 @@
 """What callers hear of work on data: how far it is, and what went wrong, with the place and the remedy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from confitune.errors import ConfituneError
 
@@ -17,7 +17,15 @@ class DataMissingError(DataError):
 
 
 class UnreadableImageError(DataError):
-    """An image file could not be decoded; the message names the file."""
+    """Image files could not be decoded; the message names them.
+
+    Attributes:
+        files: their names, where they are files of a dataset.
+    """
+
+    def __init__(self, message: str, files: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.files = frozenset(files)
 
 
 class StoreError(DataError):

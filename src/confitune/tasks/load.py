@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet
-from confitune.tasks.datasets.folder import read_folder
+from confitune.tasks.datasets.folder import in_two_classes, read_folder
 from confitune.tasks.decode import CROP, Pipeline
-from confitune.tasks.errors import DataError, Progress
+from confitune.tasks.errors import DataError, Progress, UnreadableImageError
 from confitune.tasks.names import DATASETS, READERS, Part, dataset_parts
 from confitune.tasks.sequence import TaskSequence
 from confitune.tasks.splits import class_order, cut_into_tasks
@@ -124,8 +124,10 @@ def load_folder_task(
     std: Sequence[float],
     size: int = CROP,
     known: Sequence[str] = (),
+    skip_broken: bool = False,
     cache_dir: Path | None = None,
     progress: Progress | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Task:
     """A folder of labelled images as one task, with all its classes in sorted order.
 
@@ -135,13 +137,29 @@ def load_folder_task(
         size: of the network's input, in pixels; images are cut to 224 square ones first.
         known: classes that the task has already; others of the folder come after them. One class is then enough, and
             a folder of images alone is a class with the folder's name.
+        skip_broken: leave images out that cannot be read, instead of an error that lists them.
         cache_dir: as in `load_tasks`, and so is progress.
+        note: is told what was left out, and what is in two classes.
     """
-    images = read_folder(folder.expanduser(), least=1 if known else 2)
-    classes = (*known, *(name for name in images.classes if name not in known))
-    places = np.array([classes.index(name) for name in images.classes])
-    images = replace(images, classes=classes, labels=places[images.labels])
-    pixels = _pixels(_folder_label(folder), images, Pipeline(), cache_dir, progress)
+    broken: frozenset[str] = frozenset()
+    while True:
+        images = read_folder(folder.expanduser(), least=1 if known else 2, without=broken)
+        classes = (*known, *(name for name in images.classes if name not in known))
+        places = np.array([classes.index(name) for name in images.classes])
+        images = replace(images, classes=classes, labels=places[images.labels])
+        try:
+            pixels = _pixels(_folder_label(folder), images, Pipeline(), cache_dir, progress)
+            break
+        except UnreadableImageError as error:
+            if not (skip_broken and error.files):
+                raise
+            broken |= error.files
+    if broken and note is not None:
+        note(f"{len(broken)} images that cannot be read are left out: {', '.join(sorted(broken))}")
+    twice = in_two_classes(images)
+    if twice and note is not None:
+        shown = "; ".join(" and ".join(names) for names in twice[:10]) + ("; ..." if len(twice) > 10 else "")
+        note(f"{len(twice)} photos are in two classes or more, which cannot both be right: {shown}")
     return _task(name, images, range(len(images.classes)), pixels, Preprocess.of_cut(mean, std, size))
 
 

@@ -71,7 +71,9 @@ def stratified_split(
     try:
         train, test = train_test_split(np.arange(len(labels)), stratify=labels, test_size=test_share, random_state=seed)
     except ValueError as error:  # fewer test images than classes
-        raise DataError(f"cannot split {len(labels)} images of {len(classes)} classes: {error}; {remedy}") from error
+        raise DataError(
+            f"cannot split {len(labels)} images of {len(classes)} classes: too few to test every class; {remedy}"
+        ) from error
     for part, rows in (("training", train), ("test", test)):
         absent = np.flatnonzero(np.bincount(labels[rows], minlength=len(classes)) == 0).tolist()
         if absent:

@@ -96,7 +96,9 @@ def _key(folder: Path, files: Sequence[ImageFile], pipeline: Pipeline) -> str:
         try:
             status = (folder / file.name).stat()
         except OSError as error:
-            raise UnreadableImageError(f"cannot read the image {folder / file.name}: {error.strerror}") from error
+            raise UnreadableImageError(
+                f"cannot read the image {folder / file.name}: {error.strerror}", [file.name]
+            ) from error
         box = file.box if pipeline.use_box else None
         digest.update(json.dumps([file.name, status.st_size, status.st_mtime_ns, box]).encode())
     return digest.hexdigest()
@@ -141,9 +143,9 @@ def _build(
         try:
             return pipeline(open_rgb(path), file.box).tobytes()
         except UnreadableImageError as error:
-            return error
+            return UnreadableImageError(str(error), [file.name])
         except Exception as error:  # e.g. an empty bounding box
-            return UnreadableImageError(f"cannot resize and crop the image {path}: {error}")
+            return UnreadableImageError(f"cannot resize and crop the image {path}: {error}", [file.name])
 
     def write_pixels(out: IO[bytes]) -> None:
         broken: list[UnreadableImageError] = []
@@ -159,7 +161,8 @@ def _build(
                 decoded(first + len(chunk))
         if broken:  # all of them at once: one run for each broken file would be tedious
             listed = "\n".join(map(str, broken[:20]))
-            raise UnreadableImageError(f"{listed}\n{len(broken)} of {len(files)} images; replace or remove them")
+            message = f"{listed}\n{len(broken)} of {len(files)} images; replace or remove them"
+            raise UnreadableImageError(message, [name for error in broken for name in error.files])
 
     # The header is written last: it says that the pixels beside it are complete.
     _beside(place, ".json").unlink(missing_ok=True)

@@ -285,7 +285,7 @@ def shared():
         "//etc/passwd",
         "/index.html",
         "/v1/tasks/..%5c..%5cx",
-        "/docs",
+        "/redoc",
     ],
 )
 def test_paths_lead_nowhere_else(shared, path):

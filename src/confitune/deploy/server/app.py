@@ -61,7 +61,7 @@ def create_app(predictor: Predictor, limits: Limits | None = None, hosts: Sequen
         title=f"confitune: {predictor.name}",
         version=confitune.__version__,
         lifespan=lifespan,
-        # Their pages load scripts from elsewhere; /openapi.json is there for any viewer.
+        # Their pages load scripts from elsewhere; /docs is a page of our own.
         docs_url=None,
         redoc_url=None,
     )

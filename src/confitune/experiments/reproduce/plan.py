@@ -46,6 +46,7 @@ class Scope:
             "seeds": 5,
             "means": "phase",
             "statistics": "running",
+            "pull_limit": None,
         }
         quick = {name: value for name, value in QUICK.items() if name not in self.given} if self.quick else {}
         asked = {**paper, **self.given, **self.rows.get(method, {}), **values, **quick, "methods": [method]}

@@ -8,6 +8,8 @@ class folder belong to the class.
 from __future__ import annotations
 
 import os
+from collections import Counter
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -18,24 +20,27 @@ from confitune.tasks.errors import DataError, DataMissingError
 from confitune.tasks.splits import stratified_split
 from confitune.tasks.store import ImageFile
 
-LAYOUT = "it should hold train/ and test/ with one folder of images for each class, or such class folders directly"
+LAYOUT = (
+    "A folder should hold train/ and test/ with one folder of images for each class, or such class folders directly"
+)
 FOLDER = DatasetInfo("folder", tasks=None, classes_per_task=None, batch_size=32, epochs=10)
 
 
-def read_folder(path: Path, least: int = 2) -> ImageSet:
+def read_folder(path: Path, least: int = 2, without: frozenset[str] = frozenset()) -> ImageSet:
     """All images, class by class in sorted order, each class's files sorted by name.
 
     Args:
         least: how many classes there must be; with 1, a folder of images alone is a class with the folder's name.
+        without: files that do not count, named from `path`.
     """
     if not os.path.isdir(path):  # also for a path that is too long, where pathlib raises
         raise DataMissingError(f"the folder {path} is not there; write folder:PATH with the path of your images")
     if not (folders_in(path / "train") and folders_in(path / "test")):
-        files, labels, classes = _class_folders(path, path, least)
+        files, labels, classes = _class_folders(path, path, least, without)
         train, test = stratified_split(labels, classes)
     else:
-        files, labels, classes = _class_folders(path, path / "train", least)
-        test_files, test_labels, test_classes = _class_folders(path, path / "test", least)
+        files, labels, classes = _class_folders(path, path / "train", least, without)
+        test_files, test_labels, test_classes = _class_folders(path, path / "test", least, without)
         for part, lacking in (("test", set(classes) - set(test_classes)), ("train", set(test_classes) - set(classes))):
             if lacking:
                 raise DataError(
@@ -47,14 +52,21 @@ def read_folder(path: Path, least: int = 2) -> ImageSet:
     return ImageSet(tuple(classes), np.array(labels, dtype=np.int64), train, test, folder=path, files=tuple(files))
 
 
-def _class_folders(root: Path, path: Path, least: int) -> tuple[list[ImageFile], list[int], list[str]]:
+def _class_folders(
+    root: Path, path: Path, least: int, without: frozenset[str]
+) -> tuple[list[ImageFile], list[int], list[str]]:
     """Files (named from `root`), labels and class names of the class folders in `path`."""
     classes = folders_in(path)
-    if least == 1 and not classes and (alone := images_below(path)):
-        return [ImageFile(file.relative_to(root).as_posix()) for file in alone], [0] * len(alone), [path.resolve().name]
+
+    def images_in(folder: Path) -> list[ImageFile]:
+        names = (file.relative_to(root).as_posix() for file in images_below(folder))
+        return [ImageFile(name) for name in names if name not in without]
+
+    if least == 1 and not classes and (alone := images_in(path)):
+        return alone, [0] * len(alone), [path.resolve().name]
     if len(classes) < least:
-        few = "two are the least" if least == 2 else "one is the least"
-        raise DataError(f"{path} holds {len(classes)} class folders, {few}; {LAYOUT}")
+        there = "one class folder" if classes else "no class folders"
+        raise DataError(f"{path} holds {there}; {least} or more are needed. {LAYOUT}")
     seen: dict[str, str] = {}
     for name in classes:
         if (other := seen.setdefault(name.casefold().strip(), name)) != name:
@@ -64,13 +76,29 @@ def _class_folders(root: Path, path: Path, least: int) -> tuple[list[ImageFile],
     files: list[ImageFile] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = images_below(path / name)
+        found = images_in(path / name)
         if not found:
-            inside = ", it holds folders without images" if folders_in(path / name) else ""
-            raise DataError(f"the class folder {path / name} holds no images{inside}; fill or remove it. {LAYOUT}")
-        files += [ImageFile(file.relative_to(root).as_posix()) for file in found]
+            inside = ", only folders without images" if folders_in(path / name) else ""
+            raise DataError(f"the class folder {path / name} holds no images{inside}. Fill or remove it. {LAYOUT}")
+        files += found
         labels += [label] * len(found)
     return files, labels, classes
+
+
+def in_two_classes(images: ImageSet) -> list[tuple[str, ...]]:
+    """Names of files with the very same content whose classes differ."""
+    same: dict[tuple[int, bytes], list[int]] = {}
+    sizes = [(images.folder / file.name).stat().st_size for file in images.files]
+    shared = {size for size, count in Counter(sizes).items() if count > 1}
+    for place, (file, size) in enumerate(zip(images.files, sizes, strict=True)):
+        if size in shared:
+            content = blake2b((images.folder / file.name).read_bytes(), digest_size=16).digest()
+            same.setdefault((size, content), []).append(place)
+    return [
+        tuple(images.files[place].name for place in places)
+        for places in same.values()
+        if len({int(images.labels[place]) for place in places}) > 1
+    ]
 
 
 def images_below(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-// Sends one image at a time and shows what comes back. Text from files and from the server becomes text, never markup.
+// Sends images, each in a request of its own, and shows what comes back. Text from files and from the server becomes text, never markup.
 
 const find = (id) => document.getElementById(id);
 const [drop, input, preview, invitation, chosen, choice, result] =
@@ -6,7 +6,7 @@ const [drop, input, preview, invitation, chosen, choice, result] =
 const TOP = 5;
 
 let limits = null; // what the server takes, once it has said so
-let image = null; // the file that is shown
+let images = []; // the files that were chosen; the first is shown
 let asking = null; // the request under way
 
 function element(tag, attributes = {}, ...children) {
@@ -121,33 +121,64 @@ function scores(prediction) {
 
 // Asking
 
-async function ask() {
-  asking?.abort();
-  if (!image) return;
+class Refused {
+  constructor(status, detail) {
+    Object.assign(this, { status, detail });
+  }
+}
+
+async function answerFor(image, signal) {
   if (limits && image.size > limits.image_bytes) {
     const most = size(limits.image_bytes);
-    showError(413, `It has ${size(image.size)}, and the server takes up to ${most}. Choose a smaller one.`);
-    return;
+    throw new Refused(413, `It has ${size(image.size)}, and the server takes up to ${most}. Choose a smaller one.`);
   }
-  const mine = new AbortController();
-  asking = mine;
   const form = new FormData();
   form.append("images", image, image.name || "image");
   form.append("task", choice.value);
   form.append("top", TOP);
+  const answer = await fetch("v1/predict", { method: "POST", body: form, signal });
+  if (!answer.ok) throw new Refused(answer.status, await whatWasWrong(answer));
+  return answer.json();
+}
+
+async function showOne(image, signal) {
+  const began = performance.now();
+  const { predictions, milliseconds } = await answerFor(image, signal);
+  showPrediction(predictions[0], milliseconds, performance.now() - began);
+}
+
+// One line an image; one that is refused does not stop the others.
+async function showEach(signal) {
+  const rows = images.map((image) => element("li", {}, element("b", {}, image.name), " …"));
+  result.classList.remove("waits");
+  result.replaceChildren(element("ol", { class: "photos", "aria-label": "Images" }, ...rows));
+  for (const [place, image] of images.entries()) {
+    let words;
+    try {
+      const [found] = (await answerFor(image, signal)).predictions;
+      const [best] = found.classes;
+      words = found.unknown ? "Unknown" : `${best.name}, ${percent(best.probability)} (${found.task})`;
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      words = error.detail;
+    }
+    rows[place].replaceChildren(element("b", {}, image.name), " ", words);
+  }
+}
+
+async function ask() {
+  asking?.abort();
+  if (!images.length) return;
+  const mine = new AbortController();
+  asking = mine;
   result.classList.add("waits");
   result.setAttribute("aria-busy", "true");
-  const began = performance.now();
   try {
-    const answer = await fetch("v1/predict", { method: "POST", body: form, signal: mine.signal });
-    if (!answer.ok) {
-      showError(answer.status, await whatWasWrong(answer));
-      return;
-    }
-    const { predictions, milliseconds } = await answer.json();
-    showPrediction(predictions[0], milliseconds, performance.now() - began);
-  } catch {
-    if (!mine.signal.aborted) showError(0, GONE); // aborted: another image or task was chosen meanwhile
+    await (images.length === 1 ? showOne(images[0], mine.signal) : showEach(mine.signal));
+  } catch (error) {
+    if (mine.signal.aborted) return; // another image or task was chosen meanwhile
+    if (error instanceof Refused) showError(error.status, error.detail);
+    else showError(0, GONE);
   } finally {
     if (asking === mine) result.removeAttribute("aria-busy");
   }
@@ -157,15 +188,16 @@ async function ask() {
 
 function take(files) {
   if (!files.length) return;
-  image = files[0];
+  images = files;
+  const [image] = images;
   URL.revokeObjectURL(preview.src);
   preview.hidden = true;
   invitation.hidden = false;
   drop.classList.remove("filled");
   preview.src = URL.createObjectURL(image);
   preview.alt = `Preview of ${image.name}`;
-  const others = files.length > 1 ? `; only the first of ${files.length} was taken` : "";
-  chosen.textContent = `${image.name}, ${size(image.size)}${others}`;
+  const bytes = images.reduce((sum, each) => sum + each.size, 0);
+  chosen.textContent = `${images.length > 1 ? count(images.length, "image") : image.name}, ${size(bytes)}`;
   ask();
 }
 
