@@ -103,13 +103,13 @@ class Predictor:
         self._space: Gaussians | None = None  # once a task is to be guessed
         self._classes: list[tuple[str, str]] = []  # task and name of its classes
 
-    def renew(self) -> None:
+    def renew(self) -> bool:
         """Become what the bundle is on disk now, whole; where that is damaged or gone, stay what this is.
 
-        Takes no time where nothing has changed.
+        Takes no time where nothing has changed. Says whether something has.
         """
         if self.bundle.stamp() == self._seen:
-            return
+            return False
         with self._lock:
             seen = self.bundle.stamp()
             try:
@@ -127,9 +127,10 @@ class Predictor:
             except ConfituneError as error:
                 _log.warning("%s; answers are those of %s as it was opened", error, self.bundle.path)
                 self.outdated = True
-                return
+                return False
             self._take(bundle, net)
             self._seen, self.outdated = seen, False
+            return True
 
     @classmethod
     def from_bundle(cls, path: Path | str, **options: Any) -> Predictor:
@@ -173,7 +174,10 @@ class Predictor:
     def predict(
         self, pixels: Tensor, tasks: Sequence[str | None], top: int = 5, among: Sequence[str] | None = None
     ) -> list[Prediction]:
-        """The answer for each image.
+        """The answer for each image, all of one version of the bundle.
+
+        Files of a task are read when it is first asked for. Where two changes of the bundle have deleted them by then,
+        the newest version answers.
 
         Args:
             pixels: from `decode`, stacked.
@@ -183,17 +187,27 @@ class Predictor:
         """
         _require_one_each(pixels, tasks)
         with self._lock:
-            for task in tasks:
-                if task is not None:
-                    self.bundle.record(task)
-            open_ones = [n for n, task in enumerate(tasks) if task is None]
-            known = [n for n, task in enumerate(tasks) if task is not None]
-            logits = dict(zip(known, self.logits(pixels[known], [str(tasks[n]) for n in known]), strict=True))
-            guessed = dict(zip(open_ones, self._guessed(pixels[open_ones], top, among), strict=True))
-            return [
-                guessed[n] if task is None else Prediction(task, None, self._best(logits[n], task, top), self.version)
-                for n, task in enumerate(tasks)
-            ]
+            while True:
+                try:
+                    return self._answers(pixels, tasks, top, among)
+                except BundleError:
+                    if not self.renew():
+                        raise
+
+    def _answers(
+        self, pixels: Tensor, tasks: Sequence[str | None], top: int, among: Sequence[str] | None
+    ) -> list[Prediction]:
+        for task in tasks:
+            if task is not None:
+                self.bundle.record(task)
+        open_ones = [n for n, task in enumerate(tasks) if task is None]
+        known = [n for n, task in enumerate(tasks) if task is not None]
+        logits = dict(zip(known, self.logits(pixels[known], [str(tasks[n]) for n in known]), strict=True))
+        guessed = dict(zip(open_ones, self._guessed(pixels[open_ones], top, among), strict=True))
+        return [
+            guessed[n] if task is None else Prediction(task, None, self._best(logits[n], task, top), self.version)
+            for n, task in enumerate(tasks)
+        ]
 
     @torch.no_grad()
     def _guessed(self, pixels: Tensor, top: int, among: Sequence[str] | None) -> list[Prediction]:
@@ -217,6 +231,8 @@ class Predictor:
                 try:
                     logits = self.logits(pixels[images], [name] * int(images.sum()))
                 except BundleError as error:
+                    if self.bundle.stamp() != self._seen:
+                        raise  # the file may be gone because there is a newer version
                     _log.warning("%s. Its pre-trained features answer for task %r", error, name)
                     continue
                 space.refine(probabilities, task, images, torch.stack(logits).double().softmax(1))
