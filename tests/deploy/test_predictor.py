@@ -237,8 +237,8 @@ def test_a_guess_takes_two_passes_however_many_tasks_there_are(taught_once, pixe
     clear = [n for n, (task, share) in enumerate(predictor.guess(pixels["reds"])) if task == "reds" and share > 0.9]
     assert clear
     asked = []
-    logits = predictor.logits
-    monkeypatch.setattr(predictor, "logits", lambda images, tasks: asked.append(tasks) or logits(images, tasks))
+    logits = predictor._logits
+    monkeypatch.setattr(predictor, "_logits", lambda images, tasks: asked.append(tasks) or logits(images, tasks))
     predictor.predict(pixels["reds"][clear], [None] * len(clear))
     assert asked == [[], ["reds"] * len(clear)]
 

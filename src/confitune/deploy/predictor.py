@@ -159,19 +159,23 @@ class Predictor:
         """Logits of image n under `tasks[n]`; on a GPU images of different tasks go through the network together."""
         _require_one_each(pixels, tasks)
         with self._lock:
-            wanted, found = list(dict.fromkeys(tasks)), [torch.empty(0)] * len(tasks)
-            x = self.preprocess(pixels.to(self.device)) if wanted else pixels
-            together = self.ready if self._runners is None else 1
-            for first in range(0, len(wanted), together):
-                part = wanted[first : first + together]
-                mine = [n for n, task in enumerate(tasks) if task in part]
-                for n, row in zip(mine, self._rows(x[mine], [tasks[n] for n in mine], part), strict=True):
-                    found[n] = row[: len(self.tasks[tasks[n]].classes)]
-                    if not found[n].isfinite().all():
-                        raise BundleError(
-                            f"task {tasks[n]!r} gives numbers that are not finite: it was not learned well"
-                        )
-            return found
+            return self._logits(self._inputs(pixels), tasks)
+
+    def _inputs(self, pixels: Tensor) -> Tensor:
+        """What the network takes."""
+        return self.preprocess(pixels.to(self.device)) if len(pixels) else pixels
+
+    def _logits(self, x: Tensor, tasks: Sequence[str]) -> list[Tensor]:
+        wanted, found = list(dict.fromkeys(tasks)), [torch.empty(0)] * len(tasks)
+        together = self.ready if self._runners is None else 1
+        for first in range(0, len(wanted), together):
+            part = wanted[first : first + together]
+            mine = [n for n, task in enumerate(tasks) if task in part]
+            for n, row in zip(mine, self._rows(x[mine], [tasks[n] for n in mine], part), strict=True):
+                found[n] = row[: len(self.tasks[tasks[n]].classes)]
+                if not found[n].isfinite().all():
+                    raise BundleError(f"task {tasks[n]!r} gives numbers that are not finite: it was not learned well")
+        return found
 
     def _rows(self, x: Tensor, tasks: Sequence[str], part: Sequence[str]) -> Tensor:
         """Logits of images, on the CPU; `part` are the different ones of `tasks`, no more than can be ready at once."""
@@ -211,6 +215,7 @@ class Predictor:
                     if not self.renew():
                         raise
 
+    @torch.no_grad()
     def _answers(
         self, pixels: Tensor, tasks: Sequence[str | None], top: int, among: Sequence[str] | None
     ) -> list[Prediction]:
@@ -219,23 +224,24 @@ class Predictor:
                 self.bundle.record(task)
         open_ones = [n for n, task in enumerate(tasks) if task is None]
         known = [n for n, task in enumerate(tasks) if task is not None]
-        logits = dict(zip(known, self.logits(pixels[known], [str(tasks[n]) for n in known]), strict=True))
-        guessed = dict(zip(open_ones, self._guessed(pixels[open_ones], top, among), strict=True))
+        x = self._inputs(pixels)
+        logits = dict(zip(known, self._logits(x[known], [str(tasks[n]) for n in known]), strict=True))
+        guessed = dict(zip(open_ones, self._guessed(x[open_ones], top, among), strict=True))
         return [
             guessed[n] if task is None else Prediction(task, None, self._best(logits[n], task, top), self.version)
             for n, task in enumerate(tasks)
         ]
 
     @torch.no_grad()
-    def _guessed(self, pixels: Tensor, top: int, among: Sequence[str] | None) -> list[Prediction]:
+    def _guessed(self, x: Tensor, top: int, among: Sequence[str] | None) -> list[Prediction]:
         """Answers where the task is not given, in two passes however many tasks there are.
 
         The first goes through the pre-trained network and gives probabilities of all classes of all tasks. In the
         second the networks of the leading tasks share out what their tasks have.
         """
-        if not len(pixels):
+        if not len(x):
             return []
-        space, features = self._features(pixels)
+        space, features = self._features(x)
         for name in among or ():
             self.bundle.record(name)
         if among is not None and not set(among) & set(space.tasks):
@@ -246,21 +252,21 @@ class Predictor:
             name = space.tasks[task]
             if images.any():
                 try:
-                    logits = self.logits(pixels[images], [name] * int(images.sum()))
+                    logits = self._logits(x[images], [name] * int(images.sum()))
                 except BundleError as error:
                     if self.bundle.stamp() != self._seen:
                         raise  # the file may be gone because there is a newer version
                     _log.warning("%s. Its pre-trained features answer for task %r", error, name)
                     continue
                 space.refine(probabilities, task, images, torch.stack(logits).double().softmax(1))
-        strange = space.unusual(features) > space.threshold
+        unknown = (space.unusual(features) > space.threshold).tolist() if self.unknown else [False] * len(x)
         of_tasks, found = space.of_tasks(probabilities), []
         for n, row in enumerate(probabilities):
             task = int(space.of_class[row.argmax()])
             own, others = (self._best_of(row, mine, top) for mine in (space.of_class == task, space.of_class != task))
             found.append(
                 Prediction(
-                    None if self.unknown and strange[n] else space.tasks[task],
+                    None if unknown[n] else space.tasks[task],
                     min(float(of_tasks[n, task]), 1.0),
                     tuple((label, share) for _, label, share in own),
                     self.version,
@@ -283,14 +289,15 @@ class Predictor:
             among: the tasks that it may be one of; default: all of the bundle.
         """
         with self._lock:
-            return [(found.task, found.task_confidence or 0.0) for found in self._guessed(pixels, 1, among)]
+            found = self._guessed(self._inputs(pixels), 1, among)
+            return [(guess.task, guess.task_confidence or 0.0) for guess in found]
 
-    def _features(self, pixels: Tensor) -> tuple[Gaussians, Tensor]:
+    def _features(self, x: Tensor) -> tuple[Gaussians, Tensor]:
         """The label space, and the features of images under the pre-trained network."""
         if self._space is None:
             self._space = self.bundle.label_space()
             self._classes = [(task, label) for task in self._space.tasks for label in self.tasks[task].classes]
-        x, run = self.preprocess(pixels.to(self.device)), None
+        run = None
         if self._runners is not None:
             run = self._runners.find("pretrained", lambda: nn.Sequential(self._load_pretrained(), nn.Identity()))
         if run is not None:

@@ -122,7 +122,8 @@ class Compiler:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
         options.intra_op_num_threads = torch.get_num_threads()
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # there are many, one at a time runs
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # there are many, and one runs
+        options.enable_cpu_mem_arena = False  # each would keep what its largest batch took
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         return lambda images: torch.from_numpy(session.run(None, {"images": images.contiguous().numpy()})[0])
 
