@@ -3,9 +3,9 @@
     python benchmarks/predict.py                        # three minutes
     python benchmarks/predict.py --repeats 20 --starts 2
 
-A bundle of three made-up tasks of `best`, each with norms and changes of its own; the images are clearly of one. Of each time the least of many rounds
-is taken, in which everything that is compared has its turn. Preprocessing is not part of it: images are given as the
-network takes them. Start-up is against `python -c "import torch, timm"`.
+A bundle of three made-up tasks of `best`, each with norms and changes of its own; the images are clearly of one. Of
+each time the least of many rounds is taken, in which everything that is compared has its turn. Preprocessing is not
+part of it: images are given as the network takes them. Start-up is against `python -c "import torch, timm"`.
 """
 
 from __future__ import annotations
