@@ -4,8 +4,9 @@
     python benchmarks/serve.py --bundle model --seconds 10 --device cpu
     python benchmarks/serve.py --bundle model --beside photos       # a task comes and goes meanwhile, again and again
 
-The server runs in a process of its own and is asked over loopback. What each image must be answered is found first, one
-image at a time; that is also the speed that answers in batches are compared with.
+The server runs in a process of its own and is asked over loopback, first one image at a time, which is the speed that
+answers in batches are compared with. Every version of the bundle is kept; in the end each answer is compared with that
+of a predictor of the version which it names.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import asyncio
 import io
 import json
 import random
+import shutil
 import signal
 import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,7 +37,7 @@ import skimage.data
 from PIL import Image
 from report import write_report
 
-from confitune.deploy import Bundle, Predictor
+from confitune.deploy import Bundle, Prediction, Predictor
 from confitune.deploy.server import Limits, serve
 from confitune.engine import TrainSettings
 
@@ -55,7 +59,7 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=0.02, help="of a probability: batches round differently")
     parser.add_argument("--device", default="auto")
     parser.add_argument(
-        "--beside", type=Path, help="photos of a task that is learned and removed meanwhile; for bundles of `best`"
+        "--beside", type=Path, help="photos of a task that is learned, grown and removed meanwhile; bundles of `best`"
     )
     parser.add_argument("--out", type=Path, default=Path("serve.json"))
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)  # be the server
@@ -66,11 +70,14 @@ def main() -> None:
         serve(predictor, port=0, limits=limits, announce=lambda line: print(line, flush=True))
         return
     command = [sys.executable, __file__, *sys.argv[1:], "--answer"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
+    ):
         assert server.stdout is not None
         try:
             address = server.stdout.readline().split(" at ")[1].split()[0]
-            numbers = asyncio.run(Load(address, server.pid, options).run())
+            numbers = asyncio.run(Load(address, server.pid, options, Path(scratch)).run())
         finally:
             server.send_signal(signal.SIGINT)
     numbers["server_exit"] = server.returncode
@@ -88,15 +95,13 @@ class Load:
     address: str
     pid: int
     options: argparse.Namespace
+    scratch: Path  # for copies of the bundle, by version
     took: list[float] = field(default_factory=list)
-    checked: int = 0
+    answers: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)  # photo, task and what was said
     in_time: int = 0  # of them, before the time was over
-    wrong: int = 0
     changes: int = 0  # of the bundle
-    versions: set[str] = field(default_factory=set)
     statuses: Counter[str] = field(default_factory=Counter)
     unexpected: Counter[str] = field(default_factory=Counter)
-    expected: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
     memory: list[int] = field(default_factory=list)
 
     async def run(self) -> dict[str, Any]:
@@ -104,13 +109,13 @@ class Load:
         self.files = photographs()
         tasks = ["", *list(Bundle.open(self.options.bundle).tasks)[:TASKS]]
         client = Client(self.address)
-        pairs = [(n, task) for task in tasks for n in range(len(self.files))]
+        self.pairs = [(n, task) for task in tasks for n in range(len(self.files))]
+        self.keep_version()
         await client.post(form([(self.files[0], "")]))  # the first answer takes what is only done once
         began = time.perf_counter()
-        for n, task in pairs:
-            _, _, answer = await client.post(form([(self.files[n], task)]))
-            self.expected[n, task] = answer["predictions"][0]
-        alone = len(pairs) / (time.perf_counter() - began)
+        for n, task in self.pairs:
+            await client.post(form([(self.files[n], task)]))
+        alone = len(self.pairs) / (time.perf_counter() - began)
         bad = hostile(self.files[0])
         await self.annoy(client, bad, busy=False)
         end = time.perf_counter() + self.options.seconds
@@ -127,16 +132,16 @@ class Load:
             "queue": self.options.queue,
             "max_batch": self.options.max_batch,
             "seconds": self.options.seconds,
-            "images": self.checked,
+            "images": len(self.answers),
             "images_per_second": self.in_time / self.options.seconds,
             "one_at_a_time_images_per_second": alone,
             "p50_ms": 1000 * statistics.median(ordered),
             "p99_ms": 1000 * ordered[int(0.99 * len(ordered))],
             "statuses": dict(sorted(self.statuses.items())),
             "rejected": self.statuses["429"],
-            "wrong": self.wrong,
+            "wrong": self.wrong(),
             "changes_meanwhile": self.changes,
-            "versions_that_answered": len(self.versions),
+            "versions_that_answered": len({found["version"] for _, _, found in self.answers}),
             "unexpected": dict(self.unexpected),
             "memory_start_mb": self.memory[0] / 1e6,
             "memory_half_mb": max(self.memory[: len(self.memory) // 2 + 1]) / 1e6,  # the most in the first half
@@ -160,40 +165,45 @@ class Load:
     async def ask(self, seed: int, end: float) -> None:
         """A client that wants the next answer as soon as it has one; images of all tasks together."""
         chance, client = random.Random(seed), Client(self.address)
-        pairs = list(self.expected)
         while time.perf_counter() < end:
-            chosen = chance.sample(pairs, chance.randint(1, self.options.images))
+            chosen = chance.sample(self.pairs, chance.randint(1, self.options.images))
             began = time.perf_counter()
             status, _, answer = await client.post(form([(self.files[n], task) for n, task in chosen]))
             self.statuses[str(status)] += 1
             if status == 200:
                 now = time.perf_counter()
                 self.took.append(now - began)
-                self.checked += len(chosen)
                 self.in_time += len(chosen) if now <= end else 0
-                found = answer["predictions"]
-                right = (self.matches(f, self.expected[pair]) for f, pair in zip(found, chosen, strict=True))
-                self.wrong += len(chosen) - sum(right)
+                self.answers += [(*pair, f) for pair, f in zip(chosen, answer["predictions"], strict=True)]
             elif status == 429:
                 await asyncio.sleep(chance.uniform(0.2, 0.6))  # sooner than told: the queue stays full
             else:
                 self.unexpected[f"{status} {answer}"] += 1
 
-    def matches(self, found: dict[str, Any], expected: dict[str, Any]) -> bool:
-        """Whether the same task and the same classes were found, where they are not as good as equal.
+    def keep_version(self) -> None:
+        """Copy the bundle as it is now."""
+        shutil.copytree(
+            self.options.bundle, self.scratch / Bundle.open(self.options.bundle).version, dirs_exist_ok=True
+        )
 
-        A guess is another one once there is another task.
-        """
-        self.versions.add(found["version"])
-        if expected["task_confidence"] is not None and found["version"] != expected["version"]:
-            return True
-        if found["task"] != expected["task"]:
-            return False
-        before = {entry["name"]: entry["probability"] for entry in expected["classes"]}
+    def wrong(self) -> int:
+        """Answers that are not those of the version which they name, where classes are not as good as equal."""
+        predictor = cache(lambda version: Predictor.from_bundle(self.scratch / version, device=self.options.device))
+        pixels = cache(lambda n: predictor(self.answers[0][2]["version"]).decode(self.files[n])[None])
+        expected = cache(lambda version, n, task: predictor(version).predict(pixels(n), [task or None])[0])
+        return sum(not self.matches(found, expected(found["version"], n, task)) for n, task, found in self.answers)
+
+    def matches(self, found: dict[str, Any], expected: Prediction) -> bool:
+        """Whether the same task and the same classes were found, where they are not as good as equal."""
+        before = dict(expected.classes)
         last = min(before.values(), default=0.0)
-        return len(found["classes"]) == len(before) and all(
-            abs(entry["probability"] - before.get(entry["name"], last)) <= self.options.tolerance
-            for entry in found["classes"]
+        return (
+            found["task"] == expected.task
+            and len(found["classes"]) == len(before)
+            and all(
+                abs(entry["probability"] - before.get(entry["name"], last)) <= self.options.tolerance
+                for entry in found["classes"]
+            )
         )
 
     async def keep_annoying(self, bad: Bad, end: float) -> None:
@@ -203,16 +213,23 @@ class Load:
             await asyncio.sleep(2)  # not to flood: 50 MB a round
 
     async def keep_changing(self, end: float) -> None:
-        """Learn a task and remove it, as two commands of other processes."""
-        bundle, confitune = str(self.options.bundle), (sys.executable, "-m", "confitune")
-        learn = ("learn", str(self.options.beside), "--name", "beside", "--bundle", bundle, "--device", "cpu")
-        while self.options.beside and time.perf_counter() < end:
-            for command in (learn, ("tasks", bundle, "--remove", "beside")):
-                quiet = asyncio.subprocess.DEVNULL
-                process = await asyncio.create_subprocess_exec(*confitune, *command, stdout=quiet)
+        """Learn a task, let it grow, take a class from it and remove it, as commands of other processes."""
+        bundle, photos = str(self.options.bundle), self.options.beside
+        learn = ("learn", str(photos), "--bundle", bundle, "--device", "cpu")
+        steps = (
+            (*learn, "--name", "beside", "--epochs", "1"),
+            (*learn, "--into", "beside"),
+            ("tasks", bundle, "--rename", "beside", "renamed"),
+            ("tasks", bundle, "--remove", "renamed"),
+        )
+        while photos and time.perf_counter() < end:
+            for command in steps:
+                call = (sys.executable, "-m", "confitune", *command)
+                process = await asyncio.create_subprocess_exec(*call, stdout=asyncio.subprocess.DEVNULL)
                 if await process.wait():
-                    self.unexpected[f"{command[0]} ended with {process.returncode}"] += 1
+                    self.unexpected[f"{command} ended with {process.returncode}"] += 1
                 self.changes += 1
+                self.keep_version()
 
     async def annoy(self, client: Client, bad: Bad, *, busy: bool) -> None:
         """Send what nobody should; only a busy server may put it off with 429."""

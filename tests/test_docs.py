@@ -193,7 +193,19 @@ def test_commands_of_the_page_name_programs_and_options_that_there_are():
     commands = re.findall(r"^python (benchmarks/\w+\.py)(.*)$", PAGE, re.MULTILINE)
     assert {program for program, _ in commands} == {
         f"benchmarks/{n}.py"
-        for n in ("step", "tasks", "end_to_end", "methods", "learn", "mixed", "serve", "export", "bundle", "show")
+        for n in (
+            "step",
+            "tasks",
+            "end_to_end",
+            "methods",
+            "learn",
+            "mixed",
+            "predict",
+            "serve",
+            "export",
+            "bundle",
+            "show",
+        )
     }
     for program, options in commands:
         source = (ROOT / program).read_text()

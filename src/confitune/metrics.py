@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import stdtrit
 
 __all__ = [
     "MeanInterval",
@@ -128,6 +127,8 @@ def mean_and_interval(values: ArrayLike) -> MeanInterval:
     >>> mean, round(half_width, 3), n
     (87.0, 2.484, 3)
     """
+    from scipy.special import stdtrit
+
     sample = np.asarray(values, dtype=np.float64)
     if sample.ndim != 1 or sample.size == 0:
         raise ValueError(f"expected a list of at least one number, got shape {sample.shape}")

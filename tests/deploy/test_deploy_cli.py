@@ -468,6 +468,24 @@ def test_help_imports_no_torch():
     assert "HEAVY []" in plain(done.stdout)
 
 
+def test_methods_and_predict_import_only_what_they_use(taught, pictures, tmp_path):
+    pictures("reds")[0].save(tmp_path / "red.png")
+    program = (
+        "import sys\nfrom confitune.cli import main\n"
+        f"for command in (['methods'], ['predict', {str(taught(1))!r}, 'red.png', '--device', 'cpu']):\n"
+        "    sys.argv = ['confitune', *command]\n"
+        "    try:\n        main()\n    except SystemExit:\n        pass\n"
+        "print('HEAVY', sorted({'sklearn', 'matplotlib', 'scipy', 'fastapi', 'onnx', 'ray'} & set(sys.modules)))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert "finetune-xconv" in done.stdout
+    assert "red.png: " in done.stdout
+    assert "HEAVY []" in done.stdout
+    assert not done.stderr
+
+
 def test_the_pages_python_example_runs(taught, pictures, tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
     code, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -159,7 +159,7 @@ def test_the_task_used_longest_ago_makes_room(taught_once, pixels):
         ("greens", ["reds", "greens"]),
         ("reds", ["greens", "reds"]),
     ):
-        few.logits(pixels["reds"][:1], [task])
+        few.network_for(task)
         assert list(few._loaded) == held
 
 
@@ -237,8 +237,8 @@ def test_a_guess_takes_two_passes_however_many_tasks_there_are(taught_once, pixe
     clear = [n for n, (task, share) in enumerate(predictor.guess(pixels["reds"])) if task == "reds" and share > 0.9]
     assert clear
     asked = []
-    logits = predictor.logits
-    monkeypatch.setattr(predictor, "logits", lambda images, tasks: asked.append(tasks) or logits(images, tasks))
+    logits = predictor._logits
+    monkeypatch.setattr(predictor, "_logits", lambda images, tasks: asked.append(tasks) or logits(images, tasks))
     predictor.predict(pixels["reds"][clear], [None] * len(clear))
     assert asked == [[], ["reds"] * len(clear)]
 

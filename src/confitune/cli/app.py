@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -32,6 +34,18 @@ def _of_all_commands(
     ] = False,
 ) -> None:
     """Fine-tune one pre-trained CNN on task after task without forgetting (ConFiT)."""
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Within, imports are a fifth faster: what they make stays, so nobody need look through it for what is unused."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # some libraries want to be taken down in order
 
 
 @contextmanager

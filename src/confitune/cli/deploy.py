@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from confitune.cli.app import Option, app, say, stoppable
+from confitune.cli.app import Option, app, importing, say, stoppable
 from confitune.cli.options import SettingsCommand, with_settings
 from confitune.errors import ConfituneError
 
@@ -248,7 +248,8 @@ def predict_command(
 
       confitune predict model holiday/ --csv --top 1 > answers.csv
     """
-    from confitune.deploy import Predictor, image_files, predict_files
+    with importing():
+        from confitune.deploy import Predictor, image_files, predict_files
 
     errors = Console(stderr=True)
     files = image_files(images)
@@ -311,7 +312,8 @@ def serve_command(
 
       curl -F images=@bird.jpg -F task=birds http://127.0.0.1:8000/v1/predict
     """
-    from confitune.deploy import Predictor
+    with importing():
+        from confitune.deploy import Predictor
     from confitune.deploy.server import Limits, require_server_packages, serve
 
     require_server_packages()

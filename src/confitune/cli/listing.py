@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from confitune.cli.app import Option, app, say
+from confitune.cli.app import Option, app, importing, say
 from confitune.cli.options import GROUPS, default_of
 from confitune.errors import ConfituneError
 
@@ -67,9 +67,11 @@ def methods_command(
 
       confitune methods mas+cpr+confit
     """
-    from confitune.experiments import method_page, methods_table
+    with importing():
+        from confitune.experiments import method_page, methods_table
 
-    Console().print(method_page(name) if name else methods_table())
+        page = method_page(name) if name else methods_table()
+    Console().print(page)
 
 
 @app.command(name="options")

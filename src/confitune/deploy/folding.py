@@ -16,7 +16,7 @@ from confitune.nn import Calibrations, ContinualNet, Deltas, InputMeans, guess_i
 from confitune.nn.geometry import Size
 
 
-def folded(net: ContinualNet, task: str) -> nn.Module:
+def folded(net: ContinualNet, task: str) -> nn.Sequential:
     """The network of one task as a plain module on the CPU, in float32 and evaluation mode: images -> logits.
 
     `net` does not change.

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from confitune.deploy.bundle import Bundle
+from confitune.deploy.folding import folded
 from confitune.deploy.format import BundleError
+from confitune.deploy.runners import Runners
 from confitune.engine import TrainSettings
 from confitune.errors import ConfituneError
 from confitune.methods.gaussian import Gaussians
@@ -61,6 +63,9 @@ class Prediction:
 class Predictor:
     """A bundle ready to answer. Threads may share one: they are answered one after the other, and decode together.
 
+    On a CPU a task that is asked a second time gets a runner of its own, see `runners.py`: the first time a photo would
+    wait longer for it than for its answer.
+
     Args:
         bundle: opened; what changes on disk later is seen after `renew`.
         device: 'auto', 'cpu', 'cuda', ...
@@ -81,15 +86,18 @@ class Predictor:
         self.outdated = False
         self._pipeline, self._lock = Pipeline(), threading.RLock()
         self._loaded: OrderedDict[str, None] = OrderedDict()  # the one used last is the last
-        self._pretrained: nn.Module | None = None  # once a task is to be guessed
         self._seen = bundle.stamp()
-        self._take(bundle, self._load(bundle))
+        self._load(bundle)
+        self._take(bundle)
 
-    def _load(self, bundle: Bundle) -> ContinualNet:
-        return bundle.load_network().to(self.device).to(memory_format=torch.channels_last).eval()
+    def _load(self, bundle: Bundle) -> None:
+        self._net = bundle.load_network().to(self.device).to(memory_format=torch.channels_last).eval()
+        self._pretrained: nn.Module | None = None  # once a task is to be guessed
+        self._runners = Runners(bundle.network.size) if self.device.type == "cpu" else None
+        self._loaded.clear()
 
-    def _take(self, bundle: Bundle, net: ContinualNet) -> None:
-        self.bundle, self._net, self.preprocess = bundle, net, bundle.network.preprocess()
+    def _take(self, bundle: Bundle) -> None:
+        self.bundle, self.preprocess = bundle, bundle.network.preprocess()
         self.tasks: Mapping[str, TaskInfo] = MappingProxyType(
             {
                 name: TaskInfo(
@@ -103,13 +111,13 @@ class Predictor:
         self._space: Gaussians | None = None  # once a task is to be guessed
         self._classes: list[tuple[str, str]] = []  # task and name of its classes
 
-    def renew(self) -> None:
+    def renew(self) -> bool:
         """Become what the bundle is on disk now, whole; where that is damaged or gone, stay what this is.
 
-        Takes no time where nothing has changed.
+        Takes no time where nothing has changed. Says whether something has.
         """
         if self.bundle.stamp() == self._seen:
-            return
+            return False
         with self._lock:
             seen = self.bundle.stamp()
             try:
@@ -117,19 +125,19 @@ class Predictor:
                 if bundle.damage is not None:
                     raise BundleError(bundle.damage)
                 if bundle.has_backbone_of(self.bundle):
-                    net, known = self._net, self.bundle.tasks
+                    known = self.bundle.tasks
                     for task in list(self._loaded):
                         if task not in bundle.tasks or bundle.tasks[task].file != known[task].file:
                             self._drop(task)
                 else:
-                    net, self._pretrained = self._load(bundle), None
-                    self._loaded.clear()
+                    self._load(bundle)
             except ConfituneError as error:
                 _log.warning("%s; answers are those of %s as it was opened", error, self.bundle.path)
                 self.outdated = True
-                return
-            self._take(bundle, net)
+                return False
+            self._take(bundle)
             self._seen, self.outdated = seen, False
+            return True
 
     @classmethod
     def from_bundle(cls, path: Path | str, **options: Any) -> Predictor:
@@ -148,32 +156,49 @@ class Predictor:
 
     @torch.no_grad()
     def logits(self, pixels: Tensor, tasks: Sequence[str]) -> list[Tensor]:
-        """Logits of image n under `tasks[n]`; images of different tasks go through the network together."""
+        """Logits of image n under `tasks[n]`; on a GPU images of different tasks go through the network together."""
         _require_one_each(pixels, tasks)
         with self._lock:
-            wanted, found = list(dict.fromkeys(tasks)), [torch.empty(0)] * len(tasks)
-            for first in range(0, len(wanted), self.ready):  # in parts, where there are more than are kept
-                part = wanted[first : first + self.ready]
-                self._make_ready(part)
-                mine = [n for n, task in enumerate(tasks) if task in part]
-                x = self.preprocess(pixels[mine].to(self.device))
-                if len(part) == 1:
-                    rows = self._net(x, part[0])
-                else:
-                    place = {name: n for n, name in enumerate(self._net.tasks)}
-                    rows = self._net(x, torch.tensor([place[tasks[n]] for n in mine], device=self.device))
-                for n, row in zip(mine, rows.float().cpu(), strict=True):
-                    found[n] = row[: len(self.tasks[tasks[n]].classes)]
-                    if not found[n].isfinite().all():
-                        raise BundleError(
-                            f"task {tasks[n]!r} gives numbers that are not finite: it was not learned well"
-                        )
-            return found
+            return self._logits(self._inputs(pixels), tasks)
+
+    def _inputs(self, pixels: Tensor) -> Tensor:
+        """What the network takes."""
+        return self.preprocess(pixels.to(self.device)) if len(pixels) else pixels
+
+    def _logits(self, x: Tensor, tasks: Sequence[str]) -> list[Tensor]:
+        wanted, found = list(dict.fromkeys(tasks)), [torch.empty(0)] * len(tasks)
+        together = self.ready if self._runners is None else 1
+        for first in range(0, len(wanted), together):
+            part = wanted[first : first + together]
+            mine = [n for n, task in enumerate(tasks) if task in part]
+            for n, row in zip(mine, self._rows(x[mine], [tasks[n] for n in mine], part), strict=True):
+                found[n] = row[: len(self.tasks[tasks[n]].classes)]
+                if not found[n].isfinite().all():
+                    raise BundleError(f"task {tasks[n]!r} gives numbers that are not finite: it was not learned well")
+        return found
+
+    def _rows(self, x: Tensor, tasks: Sequence[str], part: Sequence[str]) -> Tensor:
+        """Logits of images, on the CPU; `part` are the different ones of `tasks`, no more than can be ready at once."""
+        if self._runners is not None:
+            (task,) = part
+            run = self._runners.find(self.bundle.record(task).file.sha256, lambda: folded(self.network_for(task), task))
+            if run is not None:
+                return run(x)
+        self._make_ready(part)
+        index: str | Tensor = part[0]
+        if len(part) > 1:
+            place = {name: n for n, name in enumerate(self._net.tasks)}
+            index = torch.tensor([place[task] for task in tasks], device=self.device)
+        rows: Tensor = self._net(x, index)
+        return rows.float().cpu()
 
     def predict(
         self, pixels: Tensor, tasks: Sequence[str | None], top: int = 5, among: Sequence[str] | None = None
     ) -> list[Prediction]:
-        """The answer for each image.
+        """The answer for each image, all of one version of the bundle.
+
+        Files of a task are read when it is first asked for. Where two changes of the bundle have deleted them by then,
+        the newest version answers.
 
         Args:
             pixels: from `decode`, stacked.
@@ -183,28 +208,40 @@ class Predictor:
         """
         _require_one_each(pixels, tasks)
         with self._lock:
-            for task in tasks:
-                if task is not None:
-                    self.bundle.record(task)
-            open_ones = [n for n, task in enumerate(tasks) if task is None]
-            known = [n for n, task in enumerate(tasks) if task is not None]
-            logits = dict(zip(known, self.logits(pixels[known], [str(tasks[n]) for n in known]), strict=True))
-            guessed = dict(zip(open_ones, self._guessed(pixels[open_ones], top, among), strict=True))
-            return [
-                guessed[n] if task is None else Prediction(task, None, self._best(logits[n], task, top), self.version)
-                for n, task in enumerate(tasks)
-            ]
+            while True:
+                try:
+                    return self._answers(pixels, tasks, top, among)
+                except BundleError:
+                    if not self.renew():
+                        raise
 
     @torch.no_grad()
-    def _guessed(self, pixels: Tensor, top: int, among: Sequence[str] | None) -> list[Prediction]:
+    def _answers(
+        self, pixels: Tensor, tasks: Sequence[str | None], top: int, among: Sequence[str] | None
+    ) -> list[Prediction]:
+        for task in tasks:
+            if task is not None:
+                self.bundle.record(task)
+        open_ones = [n for n, task in enumerate(tasks) if task is None]
+        known = [n for n, task in enumerate(tasks) if task is not None]
+        x = self._inputs(pixels)
+        logits = dict(zip(known, self._logits(x[known], [str(tasks[n]) for n in known]), strict=True))
+        guessed = dict(zip(open_ones, self._guessed(x[open_ones], top, among), strict=True))
+        return [
+            guessed[n] if task is None else Prediction(task, None, self._best(logits[n], task, top), self.version)
+            for n, task in enumerate(tasks)
+        ]
+
+    @torch.no_grad()
+    def _guessed(self, x: Tensor, top: int, among: Sequence[str] | None) -> list[Prediction]:
         """Answers where the task is not given, in two passes however many tasks there are.
 
         The first goes through the pre-trained network and gives probabilities of all classes of all tasks. In the
         second the networks of the leading tasks share out what their tasks have.
         """
-        if not len(pixels):
+        if not len(x):
             return []
-        space, features = self._features(pixels)
+        space, features = self._features(x)
         for name in among or ():
             self.bundle.record(name)
         if among is not None and not set(among) & set(space.tasks):
@@ -215,19 +252,21 @@ class Predictor:
             name = space.tasks[task]
             if images.any():
                 try:
-                    logits = self.logits(pixels[images], [name] * int(images.sum()))
+                    logits = self._logits(x[images], [name] * int(images.sum()))
                 except BundleError as error:
+                    if self.bundle.stamp() != self._seen:
+                        raise  # the file may be gone because there is a newer version
                     _log.warning("%s. Its pre-trained features answer for task %r", error, name)
                     continue
                 space.refine(probabilities, task, images, torch.stack(logits).double().softmax(1))
-        strange = space.unusual(features) > space.threshold
+        unknown = (space.unusual(features) > space.threshold).tolist() if self.unknown else [False] * len(x)
         of_tasks, found = space.of_tasks(probabilities), []
         for n, row in enumerate(probabilities):
             task = int(space.of_class[row.argmax()])
             own, others = (self._best_of(row, mine, top) for mine in (space.of_class == task, space.of_class != task))
             found.append(
                 Prediction(
-                    None if self.unknown and strange[n] else space.tasks[task],
+                    None if unknown[n] else space.tasks[task],
                     min(float(of_tasks[n, task]), 1.0),
                     tuple((label, share) for _, label, share in own),
                     self.version,
@@ -250,20 +289,33 @@ class Predictor:
             among: the tasks that it may be one of; default: all of the bundle.
         """
         with self._lock:
-            return [(found.task, found.task_confidence or 0.0) for found in self._guessed(pixels, 1, among)]
+            found = self._guessed(self._inputs(pixels), 1, among)
+            return [(guess.task, guess.task_confidence or 0.0) for guess in found]
 
-    def _features(self, pixels: Tensor) -> tuple[Gaussians, Tensor]:
+    def _features(self, x: Tensor) -> tuple[Gaussians, Tensor]:
         """The label space, and the features of images under the pre-trained network."""
         if self._space is None:
             self._space = self.bundle.label_space()
             self._classes = [(task, label) for task in self._space.tasks for label in self.tasks[task].classes]
-        if self._pretrained is None:
-            net = self.bundle.load_pretrained()
-            self._pretrained = net.to(self.device).to(memory_format=torch.channels_last)
-        found: Tensor = self._pretrained(self.preprocess(pixels.to(self.device)))
+        run = None
+        if self._runners is not None:
+            run = self._runners.find("pretrained", lambda: nn.Sequential(self._load_pretrained(), nn.Identity()))
+        if run is not None:
+            self._pretrained = None  # its weights are the runner's now
+        found: Tensor = (run or self._load_pretrained())(x)
         if found.shape[1] != len(self._space.centre):
             raise BundleError(f"{self.bundle.path} keeps features of another network: name the task")
         return self._space, found.float().cpu()
+
+    def _load_pretrained(self) -> nn.Module:
+        """The pre-trained network; weights that no task has moved are those of the tasks' network, held once."""
+        if self._pretrained is None:
+            net, shared = self.bundle.load_pretrained().to(self.device), self._net.shared_parameters()
+            for name, weight in net.named_parameters():
+                if name in shared and torch.equal(weight, shared[name]):
+                    weight.data = shared[name].data
+            self._pretrained = net.to(memory_format=torch.channels_last)
+        return self._pretrained
 
     def network_for(self, task: str) -> ContinualNet:
         """The network, with this task in it and current; whoever uses it must be the only one."""

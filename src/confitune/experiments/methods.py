@@ -84,13 +84,19 @@ class MethodReport:
     reference: str
 
 
-def report_method(name: str) -> MethodReport:
+def report_method(name: str, made: dict[tuple[str, ...], ContinualNet] | None = None) -> MethodReport:
     """Of one method, also a composed one such as 'ewc+confit' or 'mas-cpr'.
 
     Storage is measured without memory: the network is made on the meta device, and the method attached to it.
+
+    Args:
+        made: networks of other methods by the kinds of their parts: making them is what takes time.
     """
-    method = create_method(name)
-    net = method.network(without_memory(NETWORK))
+    method, made = create_method(name), {} if made is None else made
+    parts = tuple(part.kind for part in method.parts())
+    if parts not in made:
+        made[parts] = method.network(without_memory(NETWORK))
+    net = made[parts]
     storage = measure_storage(method, net)
     kinds = [kind for kind in METHODS.values() if kind in method_classes(name)] or method_classes(name)
     return MethodReport(
@@ -141,8 +147,8 @@ def value_text(value: Value) -> str:
 
 def methods_table(*names: str) -> Table:
     """Methods as rows; without names, all that come along."""
-    rows = []
-    for report in map(report_method, names or METHODS):
+    rows, made = [], dict[tuple[str, ...], ContinualNet]()
+    for report in (report_method(name, made) for name in names or METHODS):
         does = f"{report.summary}\n{report.reference}".strip()
         numbers = (f"{report.numbers_per_task:,}", f"{report.numbers_once:,}")
         rows.append([report.name, does, report.shares, *numbers, report.in_addition])

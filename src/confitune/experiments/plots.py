@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from confitune.files import write_whole
 from confitune.metrics import average_accuracy, average_accuracy_curve, average_forgetting, mean_and_interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PIXELS_PER_INCH = 200
 INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
@@ -36,7 +37,7 @@ def curves_figure(curves: Mapping[str, Array], *, title: str) -> Figure:
     Args:
         curves: method -> seeds x T, percent (see `confitune.metrics.average_accuracy_curve`). One seed has no band.
     """
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    figure = _figure(6.4, 4.0)
     heading(figure, title)
     axes = figure.subplots()
     _curves(axes, curves, height=3.0)
@@ -51,7 +52,7 @@ def overview_figure(runs: Mapping[str, Array], *, title: str) -> Figure:
         runs: method -> seeds x T x T accuracy matrices, percent; the right side shows their mean over seeds.
     """
     height = max(3.8, 1.1 + 0.85 * len(runs))
-    figure = Figure(figsize=(9.0, height), layout="constrained")
+    figure = _figure(9.0, height)
     heading(figure, title)
     left, right = figure.subfigures(1, 2, width_ratios=(1, 1.05), wspace=0.04, squeeze=False)[0]
 
@@ -142,6 +143,8 @@ def _axis_floor(values: Array, step: int) -> float:
 
 def plain_axes(axes: Axes, tasks: int, *, levels: int) -> None:
     """Axes with little ink: numbered tasks below, so many level lines."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color("#bbbbbb")
     axes.grid(axis="y", color=GRID, linewidth=0.8)
@@ -149,6 +152,13 @@ def plain_axes(axes: Axes, tasks: int, *, levels: int) -> None:
     axes.tick_params(length=0, labelsize=8, labelcolor=MUTED)
     axes.set_xticks(task_ticks(tasks))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=levels, steps=[1, 2, 5, 10]))
+
+
+def _figure(width: float, height: float) -> Figure:
+    """An empty one, in inches. matplotlib is imported where something is drawn: most commands draw nothing."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def heading(figure: Figure, title: str) -> None:
@@ -185,7 +195,7 @@ def draw_panels(
     panels: Mapping[str, Lines], path: Path, *, title: str, x: str, y: Mapping[str, str], scale: str = "linear"
 ) -> None:
     """Line plots by their headings side by side, one legend; the scale 'symlog' is logarithmic with a place for 0."""
-    figure = Figure(figsize=(max(4.6 * len(panels), 5.2), 3.9), layout="constrained")
+    figure = _figure(max(4.6 * len(panels), 5.2), 3.9)
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11, fontweight="bold")
     for axes, (name, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         _panel(axes, lines, name, x, y[name], scale)
@@ -196,6 +206,8 @@ def draw_panels(
 
 
 def _panel(axes: Axes, lines: Lines, title: str, x: str, y: str, scale: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     for place, (name, (across, up)) in enumerate(lines.items()):
         (style, colour), marker = line_look(place), MARKERS[place % len(MARKERS)]
         axes.plot(across, up, style, color=colour, label=name, linewidth=1.4, marker=marker, markersize=4)

@@ -8,10 +8,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from confitune.engine import RunResult
@@ -22,6 +21,9 @@ from confitune.experiments.plots import overview_figure, save_figure
 from confitune.experiments.tables import markdown_table, terminal_table
 from confitune.files import write_whole
 from confitune.metrics import mean_and_interval
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Runs = Mapping[str, Sequence[RunResult]]  # by method, all seeds
 

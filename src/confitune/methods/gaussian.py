@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -163,7 +164,19 @@ class Gaussians:
 
     def logits(self, features: Tensor) -> Tensor:
         """[N, C], log-likelihoods up to what all classes share."""
-        return _unit(features) @ self.whiten @ self.means.T - self.offsets
+        return _unit(features) @ self._towards - self.offsets
+
+    @cached_property
+    def _towards(self) -> Tensor:
+        """[F, C], what features are multiplied with for logits."""
+        return self.whiten @ self.means.T
+
+    @cached_property
+    def _apart(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[F, F], [F] and a number: by how much the distances from zero and from all images differ, as a polynomial."""
+        whole = self.whiten_all @ self.whiten_all.T
+        inside = whole @ self.centre
+        return (self.whiten @ self.whiten.T - whole).float(), 2 * inside, -self.centre @ inside
 
     def probabilities(self, features: Tensor, allowed: Tensor | None = None) -> Tensor:
         """[N, C], of the classes of all tasks, or of the tasks that are allowed: [T], or [N, T] for each image."""
@@ -198,9 +211,9 @@ class Gaussians:
 
     def unusual(self, features: Tensor) -> Tensor:
         """[N], how much farther images are from the nearest class than from all images together."""
-        x = _unit(features)
-        nearest = (x @ self.whiten).square().sum(1) - 2 * self.logits(features).max(1).values
-        return nearest - ((x - self.centre) @ self.whiten_all).square().sum(1)
+        x, (quadratic, linear, constant) = _unit(features), self._apart
+        apart = (((x.float() @ quadratic).double() + linear) * x).sum(1) + constant
+        return apart - 2 * self.logits(features).max(1).values
 
 
 def _whitening(covariance: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.model_selection import train_test_split
 from torch import Tensor
 
 from confitune.tasks.errors import DataError
@@ -58,6 +57,8 @@ def stratified_split(
     >>> len(train), test.tolist()
     (8, [4, 8])
     """
+    from sklearn.model_selection import train_test_split
+
     if not 0 < test_share < 1:
         raise DataError(f"test_share is {test_share}; it must lie between 0 and 1")
     labels = np.asarray(labels, dtype=np.int64)

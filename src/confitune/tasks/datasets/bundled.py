@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet
 from confitune.tasks.decode import Box, open_rgb
@@ -38,6 +37,8 @@ DIGITS = DatasetInfo("digits", tasks=5, classes_per_task=2, batch_size=16, epoch
 
 def read_digits() -> ImageSet:
     """Stored at 8 x 8, enlarged to 64 x 64 on the fly; levels 0..16 spread over 0..255; 80/20 split."""
+    from sklearn.datasets import load_digits
+
     data = load_digits()
     grey = np.rint(data.images * (255 / 16)).astype(np.uint8)
     labels = data.target.astype(np.int64)

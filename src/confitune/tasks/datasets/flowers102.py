@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from scipy.io import loadmat
 from torchvision.datasets import Flowers102
 
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, Remote, locate
@@ -30,6 +29,7 @@ FLOWERS102 = DatasetInfo.of_paper("flowers102", tasks=10, classes_per_task=10, b
 
 def read_flowers102(data_dir: Path, download: bool) -> ImageSet:
     """All images in the order of their numbers, which is the sorted order of their files."""
+    from scipy.io import loadmat
 
     def fetch(root: Path) -> None:
         (root / FOLDER).mkdir(exist_ok=True)
