@@ -21,9 +21,15 @@ def pixels_of(task, images):
 
 
 @torch.no_grad()
+def pretrained_features(make_net, task, images):
+    """Of the network as pre-trained, in float64."""
+    return make_net("finetune").backbone.eval()(pixels_of(task, images)).double()
+
+
 def features_of(make_net, task, images):
-    """Of the network as pre-trained, of length sqrt(F), in float64."""
-    x = make_net("finetune").backbone.eval()(pixels_of(task, images)).double().numpy()
+    """Their square roots with their signs, of length sqrt(F)."""
+    x = pretrained_features(make_net, task, images).numpy()
+    x = np.sign(x) * np.sqrt(np.abs(x))
     return x / np.linalg.norm(x, axis=1, keepdims=True) * math.sqrt(x.shape[1])
 
 
@@ -94,7 +100,7 @@ def test_lda_answers_within_the_task_where_it_is_given(make_run, make_net, seque
     run = make_run("lda")
     result, gaussians = run.run(), run._space.gaussians()
     for place, task in enumerate(sequence):
-        logits = gaussians.logits(torch.from_numpy(features_of(make_net, task, task.test)))
+        logits = gaussians.logits(pretrained_features(make_net, task, task.test))
         right = logits[:, gaussians.of_class == place].argmax(1) == task.test.labels
         assert result.matrix[place, -1] == pytest.approx(100 * right.double().mean().item())
         # Its head, which knows of no other task, is about as good.
@@ -220,7 +226,5 @@ def test_what_parts_add_to_the_network_is_not_in_pre_trained_features(make_run, 
     run = make_run(method, scenario="class", pretrained=pretrained)
     run.run()
     (task, *_), space = sequence, run._space
-    expected = features_of(make_net, task, task.test)
-    lengths = space._test[0].norm(dim=1, keepdim=True)
-    found = space._test[0] / lengths * math.sqrt(expected.shape[1])
-    torch.testing.assert_close(found.double(), torch.from_numpy(expected), rtol=0, atol=1e-4)
+    expected = pretrained_features(make_net, task, task.test)
+    torch.testing.assert_close(space._test[0].double(), expected, rtol=0, atol=1e-4)

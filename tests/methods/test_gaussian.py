@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
@@ -13,12 +14,19 @@ SIZE = 12
 
 
 def clouds(classes: int, images: int, seed: int, apart: float = 1.5) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features of classes around means of their own, stretched alike."""
+    """Features whose square roots lie around means of classes, stretched alike."""
     generator = torch.Generator().manual_seed(seed)
     means = apart * torch.randn(classes, SIZE, generator=generator)
     stretch = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(99)) / 3
     labels = torch.arange(classes).repeat(images)
-    return means[labels] + torch.randn(len(labels), SIZE, generator=generator) @ stretch, labels
+    roots = means[labels] + torch.randn(len(labels), SIZE, generator=generator) @ stretch
+    return roots.square().copysign(roots), labels
+
+
+def roots_of(features: torch.Tensor) -> np.ndarray:
+    """What distributions are of: square roots with their signs, of one length."""
+    roots = features.double().sign() * features.double().abs().sqrt()
+    return (normalize(roots, dim=1) * SIZE**0.5).numpy()
 
 
 @pytest.fixture
@@ -61,14 +69,13 @@ def test_it_is_linear_discriminant_analysis_of_all_images_at_once(tasks):
     """scikit-learn's with a covariance that has the ridge in it, and every class as likely."""
     features = torch.cat([tasks[name][0] for name in "abc"])
     labels = torch.cat([tasks["a"][1], 3 + tasks["b"][1], 5 + tasks["c"][1]])
-    x = (normalize(features.double(), dim=1) * SIZE**0.5).numpy()
+    x = roots_of(features)
 
     theirs = LinearDiscriminantAnalysis(
         solver="lsqr", priors=[1 / 9] * 9, covariance_estimator=_Pooled(x, labels.numpy(), 0.1)
     ).fit(x, labels.numpy())
     probe, _ = clouds(9, 20, seed=3)
-    unit = (normalize(probe.double(), dim=1) * SIZE**0.5).numpy()
-    expected = torch.from_numpy(theirs.predict_proba(unit))
+    expected = torch.from_numpy(theirs.predict_proba(roots_of(probe)))
     found = learned(tasks, "abc").gaussians(ridge=0.1).probabilities(probe)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
 

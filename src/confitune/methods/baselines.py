@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 from pydantic import Field
 
-from confitune.methods.gaussian import FeatureSums
 from confitune.methods.linear import fit_head
 from confitune.methods.method import Method, Options, TaskContext
 from confitune.methods.stages import Stage, head_only, head_then_norms, hierarchical
@@ -55,8 +51,7 @@ class LinearProbe(Method):
 class Lda(Method):
     """Nothing is trained: the classes of all tasks are normal distributions of pre-trained features.
 
-    The network gets heads, too, each of its task's images alone. Features have unit length in the sums, and any length
-    here: what is added to logits there is a product with the mean feature here, nearly the same for all images.
+    The network gets heads, too, as those of linear probing are fitted: the sums answer where all classes compete.
     """
 
     name = "lda"
@@ -76,14 +71,10 @@ class Lda(Method):
         self._features = net.head.features
 
     def settle(self, context: TaskContext) -> bool:
-        net, labels = context.net, context.labels.cpu()
+        net = context.net
         with net.evaluating():
-            features = context.features(torch.arange(context.images)).cpu()
-        classes = len(net.tasks[net.current_task].classes)
-        found = FeatureSums.of(self._features).plus("", features, labels, classes).gaussians()
-        added = torch.outer(found.offsets, found.centre / found.centre.square().sum())
-        scale = math.sqrt(self._features) / features.norm(dim=1).mean()
-        net.head.put(scale * (found.means @ found.whiten.T - added), torch.zeros(classes))
+            fit = fit_head(context)
+        net.head.put(fit.weight, fit.bias)
         net.finish_task()
         return True
 

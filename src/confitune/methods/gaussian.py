@@ -1,10 +1,10 @@
 """One label space over all tasks, without their images: linear discriminant analysis from sums that only add up.
 
-Features of the pre-trained network, of unit length, are taken for normal distributions: one mean for every class, and
-one covariance that all share. Both follow from counts and sums by class and from one matrix of second moments, so tasks
-may come and go in any order, and the classifier is the one that all images at once would give. An image is unusual if
-it is far from its nearest class (Mahalanobis distance; Lee et al., NeurIPS 2018), compared with how far it is from all
-images together (Ren et al., 2021).
+Square roots of the pre-trained network's features, of unit length, are taken for normal distributions: one mean for
+every class, and one covariance that all share. Both follow from counts and sums by class and from one matrix of second
+moments, so tasks may come and go in any order, and the classifier is the one that all images at once would give. An
+image is unusual if it is far from its nearest class (Mahalanobis distance; Lee et al., NeurIPS 2018), compared with how
+far it is from all images together (Ren et al., 2021).
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ FALSE_ALARMS = 0.05  # of held-out images are said to be unknown
 
 
 def _unit(features: Tensor) -> Tensor:
-    return normalize(features.double(), dim=1) * math.sqrt(features.shape[1])
+    """Square roots of features, of one length: activations are skewed, and normal distributions are not."""
+    roots = features.double().abs().sqrt().copysign(features)
+    return normalize(roots, dim=1) * math.sqrt(features.shape[1])
 
 
 @dataclass(frozen=True)
