@@ -20,7 +20,7 @@ from confitune.engine import RunResult, SequenceRun
 from confitune.engine.checkpoint import values_of
 from confitune.errors import ConfituneError
 from confitune.experiments import plan_search
-from confitune.experiments.identity import filled
+from confitune.experiments.runs.identity import filled
 from confitune.files import read_sealed
 from confitune.methods import METHODS
 from confitune.nn import create_backbone, state_sha256

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from confitune.experiments.reproduce.tables import order_of
+from confitune.experiments.paper.tables import order_of
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

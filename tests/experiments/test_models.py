@@ -1,7 +1,7 @@
 import pytest
 
 from confitune.experiments import matching_models, report_model
-from confitune.experiments.models import WELL_KNOWN
+from confitune.experiments.catalog import WELL_KNOWN
 from confitune.nn import model_names
 
 
