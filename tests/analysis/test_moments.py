@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from confitune.analysis import LayerMoments, ShiftRecorder, ShiftResult, moments_at_test
 from confitune.analysis.moments import read_moments, write_moments
 from confitune.analysis.shift import AFTER_FIRST_TASK
+from confitune.engine import read_results
 from confitune.errors import ConfituneError
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -43,10 +44,10 @@ def test_a_result_from_before_had_errors_which_are_left_out(tmp_path):
 
 
 def test_every_result_in_the_repository_can_be_read():
-    paths = sorted(RESULTS.glob("*/runs/**/shift.json"))
-    assert len(paths) > 20
-    for path in paths:
-        assert ShiftResult.load(path).method == path.parts[-3]
+    results = [result for path in RESULTS.glob("*/runs.jsonl") for result in read_results(path)]
+    found = [(ShiftResult.model_validate(result.measured["shift"]), result) for result in results if result.measured]
+    assert len(found) > 20
+    assert all(shift.method == result.method for shift, result in found)
 
 
 def test_a_result_is_saved_and_loaded(tmp_path):

@@ -9,7 +9,7 @@ from confitune.engine.label_space import LabelSpace, require_scenario
 from confitune.engine.logs import CsvLog, TensorBoardLog
 from confitune.engine.parallel import Turns
 from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
-from confitune.engine.result import RunResult, command_line, summary_of, versions
+from confitune.engine.result import RunResult, add_result, command_line, read_results, summary_of, versions
 from confitune.engine.run import SequenceRun, network_sha256
 from confitune.engine.training import DivergedError, TaskFit, epochs_of, fit, steps_of
 from confitune.settings import TrainSettings
@@ -31,6 +31,7 @@ __all__ = [
     "TensorBoardLog",
     "TrainSettings",
     "Turns",
+    "add_result",
     "batches",
     "command_line",
     "decoding_bar",
@@ -42,6 +43,7 @@ __all__ = [
     "place",
     "place_task",
     "progress_board",
+    "read_results",
     "require_same_config",
     "require_scenario",
     "steps_of",

@@ -4,15 +4,9 @@ from confitune.experiments.catalog import matching_models, method_options, metho
 from confitune.experiments.paper.plan import Scope, read_scope
 from confitune.experiments.paper.reproduce import reproduce
 from confitune.experiments.reporting.render import terminal_table
-from confitune.experiments.reporting.report import write_report
-from confitune.experiments.reporting.table import (
-    collect_results,
-    comparison_page,
-    draw_pictures,
-    summary_table,
-    write_summary,
-)
-from confitune.experiments.runs.job import run_folder
+from confitune.experiments.reporting.report import draw_overview, write_pages, write_report
+from confitune.experiments.reporting.table import compare, summary_table
+from confitune.experiments.runs.job import finished_runs
 from confitune.experiments.runs.place import Place, open_place
 from confitune.experiments.runs.recipe import Recipe, make_recipe, merge_settings, read_recipe
 from confitune.experiments.runs.runner import run_recipe
@@ -23,10 +17,10 @@ __all__ = [
     "Point",
     "Recipe",
     "Scope",
-    "collect_results",
-    "comparison_page",
-    "draw_pictures",
+    "compare",
+    "draw_overview",
     "edge_note",
+    "finished_runs",
     "make_recipe",
     "matching_models",
     "merge_settings",
@@ -39,13 +33,12 @@ __all__ = [
     "read_scope",
     "report_model",
     "reproduce",
-    "run_folder",
     "run_recipe",
     "run_search",
     "search_table",
     "summary_table",
     "terminal_table",
     "winner",
+    "write_pages",
     "write_report",
-    "write_summary",
 ]

@@ -17,13 +17,13 @@ from torchvision.datasets import Flowers102
 from typer.testing import CliRunner
 
 from confitune import cli
-from confitune.engine import RunResult
 from confitune.engine.result import summary_of
+from confitune.experiments import finished_runs
 from confitune.experiments.paper.numbers import chosen_options, reported, reported_datasets
-from confitune.experiments.paper.reproduce import Scope, reproduce
+from confitune.experiments.paper.plan import Scope
+from confitune.experiments.paper.reproduce import reproduce
 from confitune.experiments.runs.identity import filled
 from confitune.experiments.runs.place import LocalPlace
-from confitune.metrics import mean_and_interval
 from confitune.tasks import dataset_info, decode, store
 from confitune.tasks.datasets import cifar100
 
@@ -135,7 +135,7 @@ def call(*arguments):
 
 def results_below(out):
     """By dataset, network, method and seed."""
-    found = [RunResult.load(path) for path in out.glob("runs/*/*/*/seed-*/result.json")]
+    found = finished_runs(out).values()
     keyed = {(r.dataset, r.config["model"], r.method, r.seed): r for r in found}
     assert len(keyed) == len(found)
     return keyed
@@ -144,13 +144,15 @@ def results_below(out):
 def numbers_replaced(out, copied, numbers):
     """A copy of the finished runs, of two tasks, with other accuracies, given by dataset, network and method."""
     shutil.copytree(out, copied)
-    for path in copied.glob("runs/*/*/*/seed-*/result.json"):
-        result = RunResult.load(path)
+    lines = []
+    for result in finished_runs(out).values():
         new = numbers.get((result.dataset, result.config["model"].split(".")[0], result.method))
         if new is not None:
             acc, fgt = new.get("acc", 50.0), new.get("fgt", 0.0)
             matrix = np.array([[acc + fgt, acc], [np.nan, acc]])
-            result.model_copy(update={**summary_of(matrix), "as_learned": None}).save(path)
+            result = result.model_copy(update={**summary_of(matrix), "as_learned": None})
+        lines.append(result.line())
+    (copied / "runs.jsonl").write_bytes(b"".join(lines))
 
 
 # ---- table 1 ---------------------------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ def table1(small, tmp_path_factory):
     out = tmp_path_factory.mktemp("table1")
     chosen = ["--datasets", ",".join(SETS), "--methods", ",".join(METHODS)]
     said = call("table1", "--quick", *chosen, *given_as_options(small), "--out", out)
-    return out, json.loads((out / "table1.json").read_text()), said
+    return out, json.loads((out / "outcomes.json").read_text())["table1"], said
 
 
 @pytest.mark.parametrize("dataset", SETS)
@@ -264,8 +266,8 @@ def test_every_seed_counts(small, tmp_path):
     assert {(c.dataset, c.method) for c in outcome.cells} == {(d, m) for d in datasets for m in methods}
     for cell in outcome.cells:
         runs = [results[cell.dataset, "test_byobnet", cell.method, seed] for seed in (0, 1)]
-        mean, half, _ = mean_and_interval([summary_of(run.published_matrix)[cell.metric.lower()] for run in runs])
-        assert (cell.seeds, cell.measured, cell.interval) == (2, mean, pytest.approx(half))
+        mean = np.mean([summary_of(run.published_matrix)[cell.metric.lower()] for run in runs])
+        assert (cell.seeds, cell.measured, cell.interval) == (2, pytest.approx(mean), None)  # too few for an interval
 
 
 def test_a_dataset_without_the_papers_pipeline_is_taken_clean(small, tmp_path):
@@ -319,7 +321,7 @@ def deeper(places, tmp_path_factory):
     (out / "pairs.yaml").write_text("classes_per_task: 2\n")
     files = (RECIPES / "deeper.yaml", out / "pairs.yaml")
     call(*files, "--quick", "--datasets", "caltech101", *given_as_options(places), "--device", "cpu", "--out", out)
-    return out, json.loads((out / "deeper.json").read_text())
+    return out, json.loads((out / "outcomes.json").read_text())["deeper"]
 
 
 def test_both_deeper_networks_are_trained_by_both_methods(deeper):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from confitune import cli
 from confitune.analysis import ShiftResult
-from confitune.engine import RunResult
+from confitune.experiments import finished_runs
 from confitune.experiments.runs.identity import filled
 
 
@@ -34,17 +34,16 @@ def shown_once(given, tmp_path_factory):
 def shown(shown_once, tmp_path):
     """A folder of its own with the shift of three methods, and what asks for it."""
     out = shutil.copytree(shown_once, tmp_path / "out")
-    return out, sorted(out.glob("runs/*/digits/*/seed-0/shift.json"))
+    return out, {result.method: result for result in finished_runs(out).values()}
 
 
 def test_options_reach_the_runs(shown):
-    out, paths = shown
-    configs = {path.parts[-3]: RunResult.load(path.with_name("result.json")).config for path in paths}
+    out, results = shown
+    configs = {method: result.config for method, result in results.items()}
     assert set(configs) == {"finetune", "finetune-xconv", "confit"}
     form = {"means": "window", "statistics": "pass"}
     for method in ("finetune-xconv", "confit"):
         assert {name: filled(configs[method])[name] for name in form} == form
-    assert {path.parts[-5] for path in paths} == {"clean-test_byobnet-window-pass-5-epochs"}
     page = (out / "shift.md").read_text()
     assert "| confit | window means, pass statistics | 1 |" in page
     assert "| finetune | - | 1 |" in page
@@ -52,12 +51,15 @@ def test_options_reach_the_runs(shown):
 
 
 def test_the_page_shows_what_was_measured(shown):
-    out, paths = shown
-    page, data = (out / "shift.md").read_text(), json.loads((out / "shift.json").read_text())["data"]["digits"]
-    for path in paths:
-        result = ShiftResult.load(path)
-        assert data["d1"][path.parts[-3]] == result.d1
-        assert data["d2_minus_d0"][path.parts[-3]] == result.added
+    out, results = shown
+    page, data = (
+        (out / "shift.md").read_text(),
+        json.loads((out / "outcomes.json").read_text())["shift"]["data"]["digits"],
+    )
+    for method in results:
+        result = ShiftResult.model_validate(results[method].measured["shift"])
+        assert data["d1"][method] == result.d1
+        assert data["d2_minus_d0"][method] == result.added
         assert f" {result.d1[0]:.3f} | {result.added[0]:.3f} |" in page
     with Image.open(out / "shift-digits.png") as picture:
         assert picture.format == "PNG"

@@ -13,10 +13,10 @@ from PIL import Image
 from scipy import stats
 
 from confitune import cli
-from confitune.engine import RunResult
+from confitune.engine import RunResult, add_result
 from confitune.engine.result import summary_of
 from confitune.errors import ConfituneError
-from confitune.experiments import write_report, write_summary
+from confitune.experiments import finished_runs, write_pages, write_report
 
 NAN = math.nan
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -35,7 +35,7 @@ def result(method="confit", seed=0, matrix=((90.0, 80.0), (NAN, 95.0)), **change
         "seed": seed,
         **summary_of(matrix),
         "tasks": tasks,
-        "config": {"model": "test_byobnet", "seed": seed, "lr": 0.01, "options": {"ewc": {"strength": 3.0}}},
+        "config": {"model": "test_byobnet", "method": method, "seed": seed, "options": {"ewc": {"strength": 3.0}}},
         "versions": {"torch": "2.9"},
         "device": "the device",
         "execution": "bf16, graph",
@@ -46,14 +46,14 @@ def result(method="confit", seed=0, matrix=((90.0, 80.0), (NAN, 95.0)), **change
         "images_per_second": 100.0,
         "command": "confitune run --seeds 3",
     }
+    values["config"]["dataset"] = changed.get("dataset", "digits")
     return RunResult(**{**values, **changed})
 
 
 def saved(out, *results):
+    out.mkdir(parents=True, exist_ok=True)
     for r in results:
-        folder = out / r.dataset / r.method / f"seed-{r.seed}"
-        folder.mkdir(parents=True, exist_ok=True)
-        r.save(folder / "result.json")
+        add_result(out / "runs.jsonl", r)
     return out
 
 
@@ -113,7 +113,7 @@ def folder(tmp_path):
 def test_the_table_says_what_was_measured(folder):
     page = reported(folder)
     confit = [interval([getattr(r, m) for r in CONFIT]) for m in ("acc", "fgt", "learning_acc", "bwt")]
-    finetune = [interval([getattr(r, m) for r in FINETUNE]) for m in ("acc", "fgt", "learning_acc", "bwt")]
+    finetune = [", ".join(f"{getattr(r, m):.1f}" for r in FINETUNE) for m in ("acc", "fgt", "learning_acc", "bwt")]
     expected = [
         ["method", "ACC ↑", "FGT ↓", "when learned", "BWT ↑", "numbers a task", "seconds", "seeds"],
         ["joint", "98.0", "-", "-", "-", "1,034", "10", "1"],
@@ -123,10 +123,10 @@ def test_the_table_says_what_was_measured(folder):
     assert page.tables[0] == expected
 
 
-def test_what_was_run_is_said_as_in_the_summary(folder):
-    write_summary(folder)
+def test_what_was_run_is_said_as_in_the_table(folder):
+    write_pages(folder)
     page = reported(folder)
-    heading = (folder / "summary.md").read_text().splitlines()[0].removeprefix("**digits**, ")
+    heading = (folder / "table.md").read_text().splitlines()[0].removeprefix("**digits**, ")
     assert heading.startswith("test_byobnet, ")
     assert f"\n{heading}.\n" in page.text
 
@@ -168,7 +168,7 @@ def test_every_run_says_how_it_was_made(folder):
     assert page.text.count("confitune run --seeds 3") >= 6
     facts = page.text.partition("confit, seed 2\n")[2]
     said = "accuracy: 92.1|seconds: 12.0|device: the device|execution: bf16, graph|command: confitune run --seeds 3|"
-    said += "options: ewc.strength=3.0|configuration: model=test_byobnet, seed=2, lr=0.01, dataset=photos, "
+    said += "options: ewc.strength=3.0|configuration: model=test_byobnet, method=confit, seed=2, dataset=digits, "
     assert facts.startswith(said.replace("|", ""))
     assert "pipeline=clean, means=window, statistics=running, epochs=10" in facts
     assert "versions: torch 2.9weights: start.pthweights hash: abcfinal hash: def2\n" in facts
@@ -180,7 +180,7 @@ def test_the_page_is_one_file_that_loads_nothing(folder):
     loaded = [v for _, attributes in page.tags for name, v in attributes.items() if name in ("src", "href", "srcset")]
     assert all(source.startswith("data:") for source in loaded)
     assert not re.search(r"@import|url\(", (folder / "report.html").read_text())
-    assert [path.name for path in folder.iterdir() if path.is_file()] == ["report.html"]
+    assert {path.name for path in folder.iterdir()} == {"runs.jsonl", "report.html"}
 
 
 def test_the_same_results_give_the_same_bytes(folder, tmp_path):
@@ -197,7 +197,9 @@ def test_names_are_text_wherever_they_stand(tmp_path):
     counts = dict.fromkeys(("train_images", "test_images", "norm_numbers", "head_numbers"), 1)
     task = {"name": EVIL, "classes": [EVIL], **counts}
     evil = dict.fromkeys(("device", "execution", "weights", "weights_sha256", "final_sha256", "command"), EVIL)
-    run = result(name, **evil, tasks=[task, task], config={"model": EVIL, EVIL: EVIL}, versions={EVIL: EVIL})
+    run = result(
+        name, **evil, tasks=[task, task], config={"model": EVIL, EVIL: EVIL, "method": name}, versions={EVIL: EVIL}
+    )
     page = reported(saved(tmp_path, run), title=EVIL)
     assert not any("onerror" in attributes for _, attributes in page.tags)
     assert "script" not in {tag for tag, _ in page.tags}
@@ -216,11 +218,11 @@ def test_a_name_that_is_no_text_is_shown_as_well_as_it_can_be(tmp_path):
 
 
 def test_what_is_not_finished_is_named_and_not_counted(folder):
-    (folder / "digits" / "finetune" / "seed-2").mkdir()
-    (folder / "digits" / "ewc" / "seed-0").mkdir(parents=True)
-    (folder / "digits" / "ewc" / "seed-0" / "checkpoint.pt").write_bytes(b"half")
+    done = next(iter(finished_runs(folder)))[:8]
+    for run in (f"confit/seed-0-{done}", "finetune/seed-2-00000000", "ewc/seed-0-11111111"):
+        (folder / "runs/digits" / run).mkdir(parents=True)
     page = reported(folder)
-    said = "Not finished, and not counted: ewc/seed-0, finetune/seed-2."
+    said = "Not finished, and not counted: digits/ewc/seed-0-11111111, digits/finetune/seed-2-00000000."
     assert said in page.text
     assert [row[-1] for row in page.tables[0]] == ["seeds", "1", "3", "2"]
 
@@ -228,8 +230,7 @@ def test_what_is_not_finished_is_named_and_not_counted(folder):
 def test_what_is_not_a_result_is_left_alone(folder):
     before = reported(folder).text
     (folder / "search.json").write_text("{}")
-    (folder / "digits" / "search.json").write_text("{}")
-    saved(folder / "grid" / "ewc.strength=1", result("ewc"))
+    saved(folder / "search" / "ewc", result("ewc"))
     assert reported(folder).text == before
 
 
@@ -262,29 +263,28 @@ def test_methods_may_have_learned_fewer_tasks(tmp_path):
 
 
 def test_a_folder_without_results_is_refused(tmp_path):
-    with pytest.raises(ConfituneError, match=rf"no results in {tmp_path}: `confitune run --out .*` writes them as"):
+    with pytest.raises(ConfituneError, match=rf"no results in {tmp_path}: `confitune run --out .*` writes some"):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_results_that_lie_elsewhere_are_pointed_at(tmp_path):
-    deep = tmp_path / "retrained" / "ewc.strength=1"
-    saved(deep, result("ewc"))
-    with pytest.raises(ConfituneError, match=re.escape(f"but there is {deep}/digits/ewc/seed-0/result.json")):
+    deep = saved(tmp_path / "search" / "ewc", result("ewc"))
+    with pytest.raises(ConfituneError, match=re.escape(f"but there is {deep}/runs.jsonl")):
         write_report(tmp_path)
 
 
 def test_a_broken_result_is_named(folder):
-    broken = folder / "digits" / "confit" / "seed-1" / "result.json"
-    broken.write_text("{}")
-    with pytest.raises(ConfituneError, match=re.escape(f"{broken} is not a result")):
+    path = folder / "runs.jsonl"
+    path.write_bytes(path.read_bytes() + b"[]\n")
+    with pytest.raises(ConfituneError, match=re.escape(f"{path}, line 7 is not a result")):
         write_report(folder)
     assert not (folder / "report.html").exists()
 
 
 def test_seeds_of_different_experiments_have_no_mean(tmp_path):
     saved(tmp_path, CONFIT[0], result(seed=1))
-    with pytest.raises(ConfituneError, match=r"confit: its seeds differ in their number of tasks \(\[2, 3\]\)"):
+    with pytest.raises(ConfituneError, match=r"confit on digits differ in their number of tasks \(\[2, 3\]\)"):
         write_report(tmp_path)
 
 

@@ -1,9 +1,7 @@
 """Means and intervals against numpy and scipy; pictures that are there; runs of different settings side by side."""
 
 import io
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,23 +11,16 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from confitune.cli import app
-from confitune.engine import RunResult
+from confitune.engine import RunResult, add_result
 from confitune.engine.result import summary_of
 from confitune.errors import ConfituneError
-from confitune.experiments import (
-    collect_results,
-    comparison_page,
-    draw_pictures,
-    run_folder,
-    summary_table,
-    write_summary,
-)
+from confitune.experiments import compare, draw_overview, summary_table, write_pages
+from confitune.experiments.reporting.table import rows_of, sections_of
 
 NAN = math.nan
-ROOT = Path(__file__).parents[3]
 
 
-def result(method="confit", seed=0, matrix=((90.0, 80.0), (NAN, 95.0)), dataset="digits"):
+def result(method="confit", seed=0, matrix=((90.0, 80.0), (NAN, 95.0)), dataset="digits", **config):
     matrix = np.array(matrix)
     images = {"classes": ["cat", "dog"], "train_images": 7, "test_images": 2}
     tasks = [{"name": f"t{i}", **images, "norm_numbers": 1000 + i, "head_numbers": 34} for i in range(len(matrix))]
@@ -39,7 +30,7 @@ def result(method="confit", seed=0, matrix=((90.0, 80.0), (NAN, 95.0)), dataset=
         seed=seed,
         **summary_of(matrix),
         tasks=tasks,
-        config={"model": "test_byobnet", "seed": seed, "lr": 0.01},
+        config={"model": "test_byobnet", "dataset": dataset, "method": method, "seed": seed, **config},
         versions={"torch": "2"},
         device="cpu",
         weights="start.pth",
@@ -52,76 +43,101 @@ def result(method="confit", seed=0, matrix=((90.0, 80.0), (NAN, 95.0)), dataset=
 
 
 def saved(out, *results):
+    out.mkdir(parents=True, exist_ok=True)
     for r in results:
-        folder = run_folder(out, r.dataset, r.method, r.seed)
-        folder.mkdir(parents=True, exist_ok=True)
-        r.save(folder / "result.json")
+        add_result(out / "runs.jsonl", r)
+    return out
 
 
 SEEDS = [result(seed=seed, matrix=((90.0 + seed, 80.0 - 2 * seed), (NAN, 95.0 - seed**2))) for seed in range(4)]
 
 
-def test_mean_and_interval_are_students(tmp_path):
-    saved(tmp_path, *SEEDS)
-    summary = write_summary(tmp_path)
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    entry = summary["digits"]["confit"]
-    assert entry["seeds"] == [0, 1, 2, 3]
-    for metric in ("acc", "fgt", "learning_acc", "bwt"):
-        values = [getattr(r, metric) for r in SEEDS]
-        assert entry[metric]["values"] == values
-        assert entry[metric]["mean"] == pytest.approx(np.mean(values))
-        low, high = stats.t.interval(0.95, df=3, loc=np.mean(values), scale=stats.sem(values))
-        assert entry[metric]["mean"] - entry[metric]["ci95"] == pytest.approx(low)
-        assert entry[metric]["mean"] + entry[metric]["ci95"] == pytest.approx(high)
-    assert entry["acc"]["values"][1] == (78 + 94) / 2
-    assert entry["seconds"] == [10.0, 11.0, 12.0, 13.0]
-    assert entry["numbers_per_task"] == [1034, 1035]
-    assert (entry["config"]["model"], entry["config"]["pipeline"]) == ("test_byobnet", "clean")  # said, and left out
-    assert "seed" not in entry["config"]  # it is not one of all of them
-    assert (entry["weights"], entry["weights_sha256"], entry["command"]) == ("start.pth", "abc", "confitune run")
+def rows_in(page):
+    """Cells of the rows of the tables in a page, without the heads."""
+    lines = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| method |")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_the_markdown_table_says_what_the_json_does_best_first(tmp_path):
+def test_the_page_has_students_intervals_best_first(tmp_path):
     better = result("task-bn", matrix=((90.0, 90.0), (NAN, 99.0)))
     saved(tmp_path, *SEEDS, better, result("joint", 0, ((NAN, 100.0), (NAN, 100.0))))
-    confit = write_summary(tmp_path)["digits"]["confit"]
-    rows = [line for line in (tmp_path / "summary.md").read_text().splitlines() if line.startswith("| ")][1:]
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    assert [row[0] for row in cells] == ["joint", "task-bn", "confit"]
-    assert cells[0] == ["joint", "100.0", "-", "-", "1,035"]
-    assert cells[1] == ["task-bn", "94.5", "0.0", "94.5", "1,035"]
-    shown = [
-        f"{confit[metric]['mean']:.1f} ± {confit[metric]['ci95']:.1f}" for metric in ("acc", "fgt", "learning_acc")
+    write_pages(tmp_path)
+    page = (tmp_path / "table.md").read_text()
+    assert page.startswith("**digits**, test_byobnet, 2 tasks, window means, running statistics, 4 seeds, on cpu\n")
+    joint, task_bn, confit = rows_in(page)
+    assert joint == ["joint", "100.0", "-", "-", "1,035"]
+    assert task_bn == ["task-bn", "94.5", "0.0", "94.5", "1,035"]
+    expected = []
+    for metric in ("acc", "fgt", "learning_acc"):
+        values = [getattr(r, metric) for r in SEEDS]
+        low, high = stats.t.interval(0.95, df=3, loc=np.mean(values), scale=stats.sem(values))
+        expected.append(f"{np.mean(values):.1f} ± {(high - low) / 2:.1f}")
+    assert confit == ["confit", *expected, "1,035"]
+
+
+def test_of_one_or_two_seeds_the_runs_are_shown(tmp_path):
+    saved(tmp_path, result(), *(result("ewc", seed, ((90.0, 80.0 + seed), (NAN, 90.0))) for seed in range(2)))
+    write_pages(tmp_path)
+    page = (tmp_path / "table.md").read_text()
+    assert rows_in(page) == [
+        ["confit", "87.5", "10.0", "92.5", "1,035"],
+        ["ewc", "85.0, 85.5", "10.0, 9.0", "90.0, 90.0", "1,035"],
     ]
-    assert cells[2] == ["confit", *shown, "1,035"]
+    assert "±" not in page
 
 
-def test_one_seed_has_no_interval(tmp_path):
-    saved(tmp_path, result())
-    entry = write_summary(tmp_path)["digits"]["confit"]
-    assert entry["acc"] == {"mean": 87.5, "ci95": None, "values": [87.5]}
-    assert "NaN" not in (tmp_path / "summary.json").read_text()
+def test_the_readme_says_how_the_runs_were_made_and_leaves_others_alone(tmp_path):
+    saved(tmp_path, *SEEDS, result("finetune"))
+    (tmp_path / "overview-digits.png").touch()
+    write_pages(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "5 runs on digits: finetune, confit." in page
+    assert "```sh\nconfitune run\n```" in page  # each command once
+    assert "![overview-digits](overview-digits.png)" in page
+    write_pages(tmp_path)
+    assert (tmp_path / "README.md").read_text() == page
+    (tmp_path / "README.md").write_text("# Mine\n")
+    write_pages(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "# Mine\n"
 
 
-def test_joint_has_an_accuracy_and_no_forgetting(tmp_path):
-    saved(tmp_path, *(result("joint", seed, ((NAN, 80.0 + seed), (NAN, 90.0))) for seed in range(2)))
-    entry = write_summary(tmp_path)["digits"]["joint"]
-    assert entry["acc"]["values"] == [85.0, 85.5]
-    assert (entry["fgt"], entry["learning_acc"], entry["bwt"]) == (None, None, None)
+def test_rows_are_settings_with_their_seeds_in_order(tmp_path):
+    results = [*(result("confit", seed) for seed in (10, 2, 0)), result("finetune"), result(dataset="photos")]
+    found = [(row.method, row.runs[0].dataset, [run.seed for run in row.runs]) for row in rows_of(results)]
+    assert found == [("confit", "digits", [0, 2, 10]), ("finetune", "digits", [0]), ("confit", "photos", [0])]
 
 
-def test_results_are_collected_by_dataset_method_and_seed(tmp_path):
-    saved(tmp_path, *(result("confit", seed) for seed in (10, 2, 0)), result("finetune"), result(dataset="photos"))
-    found = collect_results(tmp_path)
-    assert {dataset: {m: [r.seed for r in rs] for m, rs in methods.items()} for dataset, methods in found.items()} == {
-        "digits": {"confit": [0, 2, 10], "finetune": [0]},
-        "photos": {"confit": [0]},
-    }
+def test_a_section_for_each_way_to_run_a_method_and_a_row_for_each_of_its_options():
+    ewc = [
+        result("ewc", options={"ewc": {"strength": strength}}, means=None, statistics=None) for strength in (1.0, 9.0)
+    ]
+    finetune = result("finetune", means=None, statistics=None, lr=0.7)  # on its own: nothing to tell apart
+    held_out = result("ewc", held_out=0.1, options={"ewc": {"strength": 9.0}}, means=None, statistics=None)
+    results = [finetune, result(), result(means="phase"), result(precision="bf16"), *ewc, held_out]
+    told = [(section.heading(), list(section.rows)) for section in sections_of(results)]
+    assert told == [
+        (
+            "test_byobnet, 2 tasks, window means, running statistics, precision auto, 1 seed, on cpu",
+            ["confit", "finetune", "ewc (ewc.strength=1)", "ewc (ewc.strength=9)"],
+        ),
+        ("test_byobnet, 2 tasks, phase means, running statistics, precision auto, 1 seed, on cpu", ["confit"]),
+        ("test_byobnet, 2 tasks, window means, running statistics, precision bf16, 1 seed, on cpu", ["confit"]),
+        (
+            "test_byobnet, 2 tasks, tested on 10% of the training images, 1 seed, on cpu",
+            ["ewc (ewc.strength=9)"],
+        ),
+    ]
 
 
-def test_nothing_there_is_an_empty_summary(tmp_path):
-    assert write_summary(tmp_path) == {}
+def test_other_weights_are_another_section():
+    first, second = sections_of([result(), result().model_copy(update={"weights_sha256": "xyz"})])
+    assert "weights abc" in first.heading()
+    assert "weights xyz" in second.heading()
+
+
+def test_nothing_there_is_an_empty_table(tmp_path):
+    write_pages(tmp_path)
+    assert (tmp_path / "table.md").read_text() == ""
 
 
 def printed(table):
@@ -161,44 +177,38 @@ def test_the_best_method_stands_out():
 
 def test_a_path_with_brackets_is_shown_as_it_is():
     assert "folder:/data/[cats]/x: 2 tasks" in printed(summary_table([result(dataset="folder:/data/[cats]/x")]))
-    assert "/data/[cats]/x.py:Mine" in printed(summary_table([result("/data/[cats]/x.py:Mine")]))
+    assert "│ [x].py:Mine " in printed(summary_table([result("/data/cats/[x].py:Mine")]))
 
 
-def test_pictures_are_drawn_of_every_dataset(tmp_path):
+def test_a_picture_is_drawn(tmp_path):
     joint = result("joint", 0, ((NAN, 80.0), (NAN, 90.0)))
-    saved(tmp_path, *SEEDS, result("finetune"), joint, result(dataset="photos"))
-    drawn = draw_pictures(tmp_path)
-    assert drawn == [tmp_path / dataset / "overview.png" for dataset in ("digits", "photos")]
-    for path in drawn:
-        with Image.open(path) as picture:
-            assert picture.format == "PNG"
-            assert min(picture.size) > 300
-            assert len(picture.convert("RGB").getcolors(10**6)) > 20
+    path = draw_overview(tmp_path, [*SEEDS, result("finetune"), joint])
+    assert path == tmp_path / "overview-digits.png"
+    with Image.open(path) as picture:
+        assert picture.format == "PNG"
+        assert min(picture.size) > 300
+        assert len(picture.convert("RGB").getcolors(10**6)) > 20
 
 
-def test_pictures_of_chosen_methods_in_their_order(tmp_path, monkeypatch):
-    saved(tmp_path, *SEEDS, result("finetune"), result("task-bn"))
+def test_pictures_have_methods_in_the_order_given(tmp_path, monkeypatch):
     shown = {}
 
     def overview(data, title):
-        shown.update(methods=list(data), title=title, first=next(iter(data.values())))
+        shown.update(methods=list(data), title=title, last=list(data.values())[-1])
         return "a picture"
 
-    monkeypatch.setattr("confitune.experiments.reporting.table.overview_figure", overview)
-    monkeypatch.setattr("confitune.experiments.reporting.table.save_figure", lambda figure, path: None)
-    draw_pictures(tmp_path, ("task-bn", "confit", "not run"))
+    monkeypatch.setattr("confitune.experiments.reporting.report.overview_figure", overview)
+    monkeypatch.setattr("confitune.experiments.reporting.report.save_figure", lambda figure, path: None)
+    draw_overview(tmp_path, [result("task-bn"), *SEEDS])
     assert (shown["methods"], shown["title"]) == (["task-bn", "confit"], "digits, test_byobnet")
-    draw_pictures(tmp_path, ("confit",))
-    np.testing.assert_array_equal(shown["first"], np.stack([r.matrix for r in SEEDS]))
+    np.testing.assert_array_equal(shown["last"], np.stack([r.matrix for r in SEEDS]))
     own = ("/home/me/one.py:Mine", "ewc+../one.py:Mine", "/a/two.py:Mine", "/b/two.py:Mine")
-    saved(tmp_path, *map(result, own))
-    draw_pictures(tmp_path, own)
-    assert shown["methods"] == ["one.py:Mine", "ewc+one.py:Mine", "a-two.py-Mine", "b-two.py-Mine"]
+    draw_overview(tmp_path, [*map(result, own)])
+    assert shown["methods"] == ["one.py:Mine", "ewc+one.py:Mine", "/a/two.py:Mine", "/b/two.py:Mine"]
 
 
 def test_joint_alone_gives_no_picture(tmp_path):
-    saved(tmp_path, result("joint", 0, ((NAN, 80.0), (NAN, 90.0))))
-    assert draw_pictures(tmp_path) == []
+    assert draw_overview(tmp_path, [result("joint", 0, ((NAN, 80.0), (NAN, 90.0)))]) is None
 
 
 # ---- settings side by side ------------------------------------------------------------------------------------------
@@ -206,49 +216,56 @@ def test_joint_alone_gives_no_picture(tmp_path):
 
 @pytest.fixture
 def runs(tmp_path):
-    """Two seeds of finetune and of confit with two learning rates, from a real result with other numbers in it."""
-    real = json.loads(next((ROOT / "results/photos/photos/confit").rglob("result.json")).read_text())
+    """Two seeds of finetune, and of confit with two learning rates, each in a folder of its own."""
+    none = {"means": None, "statistics": None}
     accs = {("finetune", 0.01): [80, 82], ("confit", 0.01): [90, 91], ("confit", 0.03): [94, 95]}
     for (method, lr), seeds in accs.items():
         for seed, acc in enumerate(seeds):
-            config = {**real["config"], "method": method, "lr": lr, "seed": seed, "options": {}}
+            config = {"lr": lr, **(none if method == "finetune" else {})}
             if lr == 0.03:
                 config["options"] = {"cpr": {"beta": 1 / 3}}
-            matrix = [[float(acc), float(acc)], [None, float(acc)]]
-            values = {"acc": acc, "fgt": 0, "learning_acc": acc, "bwt": 0, "accuracy_matrix": matrix}
-            tasks = real["tasks"][:2]
-            result = {**real, **values, "tasks": tasks, "method": method, "seed": seed, "config": config}
-            folder = tmp_path / f"{method}-{lr}" / f"seed-{seed}"
-            folder.mkdir(parents=True)
-            (folder / "result.json").write_text(json.dumps(result))
+            saved(tmp_path / f"{method}-{lr}", result(method, seed, ((acc, acc), (NAN, acc)), **config))
     return tmp_path
 
 
 def test_seeds_are_one_row_and_only_what_differs_is_shown(runs):
-    page = comparison_page([runs])
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
-    assert rows[0] == [
-        *("method", "lr", "cpr.beta"),
-        *("ACC ↑", "FGT ↓", "when learned", "numbers a task", "seeds"),
+    (comparison,) = compare([runs])
+    usual = ["ACC ↑", "FGT ↓", "when learned", "numbers a task", "seeds"]
+    assert comparison.head == ["method", "lr", *usual]  # what only one has, it need not be told apart by
+    assert [row[:3] for row in comparison.cells] == [
+        ["confit", "0.03", "94.0, 95.0"],
+        ["confit", "0.01", "90.0, 91.0"],
+        ["finetune", "0.01", "80.0, 82.0"],
     ]
-    settings = [["confit", "0.03", "0.333"], ["confit", "0.01", ""], ["finetune", "0.01", ""]]
-    assert [row[:3] for row in rows[2:]] == settings
-    assert rows[2][3] == "94.5 ± 6.4"
-    assert rows[2][-1] == "2"
-    assert page.startswith("**photos**, tf_efficientnet_lite0, 2 tasks, on ")
+    assert comparison.cells[0][-1] == "2"
+    page = comparison.markdown()
+    assert page.startswith("**digits**, test_byobnet, 2 tasks, on cpu\n\n| method | lr |")
+
+
+def test_an_option_that_differs_is_a_column(runs):
+    saved(runs, result("confit", options={"cpr": {"beta": 0.5}}))
+    (comparison,) = compare([runs])
+    assert comparison.head[:3] == ["method", "lr", "cpr.beta"]
+    assert {row[2] for row in comparison.cells} == {"0.333333", "0.5", ""}
 
 
 def test_a_result_is_counted_once(runs):
-    assert comparison_page([runs, runs / "confit-0.01"]) == comparison_page([runs])
+    assert compare([runs, runs / "confit-0.01"]) == compare([runs])
 
 
 def test_nothing_to_compare_is_said(tmp_path):
     with pytest.raises(ConfituneError, match="no results below"):
-        comparison_page([tmp_path])
+        compare([tmp_path])
 
 
 def test_the_command_prints_and_writes(runs, tmp_path):
     out = tmp_path / "page.md"
-    result = CliRunner().invoke(app, ["compare", str(runs), "--out", str(out)])
-    assert result.exit_code == 0, result.output
-    assert out.read_text() == result.stdout == comparison_page([runs])
+    said = CliRunner().invoke(app, ["compare", str(runs), "--out", str(out)])
+    assert said.exit_code == 0, said.output
+    assert out.read_text() == said.stdout == compare([runs])[0].markdown()
+
+
+def test_in_a_terminal_it_is_a_table(runs, monkeypatch, capsys):
+    monkeypatch.setattr("confitune.cli.training.Console", lambda: Console(force_terminal=True, width=120))
+    assert CliRunner().invoke(app, ["compare", str(runs)]).exit_code == 0
+    assert row_of(printed(compare([runs])[0].terminal()), "finetune")[:3] == ["finetune", "0.01", "80.0, 82.0"]

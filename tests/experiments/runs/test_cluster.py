@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import os
 import re
 import sys
@@ -15,15 +14,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from confitune.engine import RunResult
+from confitune.engine import add_result
 from confitune.errors import ConfituneError
 from confitune.experiments import Scope, make_recipe, open_place, plan_search, reproduce, run_recipe, run_search
 from confitune.experiments.runs import cluster as ray_cluster
 from confitune.experiments.runs.cluster import Errand, Share, share_of, work
-from confitune.experiments.runs.job import LOCK, RESULT, TrainingError
+from confitune.experiments.runs.job import LOCK, RUNS, TrainingError, finished_runs
 from confitune.experiments.runs.place import LocalPlace
 from confitune.experiments.runs.runner import plan_recipe
 from confitune.files import exclusive
+from found import folder_of, run_of
 
 HERE = Path(__file__).parent
 STORE = 100 * 2**20
@@ -137,20 +137,19 @@ def test_a_node_dies_and_all_runs_end_as_they_do_here(
     assert [(r.method, r.seed) for r in results] == [("finetune", 0), ("finetune", 1), ("confit", 0), ("confit", 1)]
     begun = []
     for result in results:
-        run = Path("digits") / result.method / f"seed-{result.seed}"
-        here = RunResult.load(finished / run / RESULT)
-        assert RunResult.load(out / run / RESULT) == result
+        here = run_of(finished, result.method, result.seed)
+        assert run_of(out, result.method, result.seed) == result
+        mine, other = (folder_of(where, result.method, result.seed) for where in (out, finished))
         assert result.final_sha256 == here.final_sha256
         assert result.accuracy_matrix == here.accuracy_matrix
         assert (result.config, result.versions, result.execution) == (here.config, here.versions, here.execution)
         assert result.device.endswith("1 threads)")
         assert result.command == "confitune run --on 'a cluster'"
         for log in ("epochs.csv", "accuracy.csv"):
-            assert rows(out / run / log) == rows(finished / run / log)
-        begun.append((out / run / "begun").read_text().split())
+            assert rows(mine / log) == rows(other / log)
+        begun.append((mine / "begun").read_text().split())
     assert sorted(begun) == [["0"], ["0"], ["0"], ["0", "1"]]  # one goes on after its first task
-    assert {path.name for path in out.iterdir()} == {"digits", "paused", "summary.json", "summary.md"}
-    assert set(json.loads((out / "summary.json").read_text())["digits"]) == {"finetune", "confit"}
+    assert {path.name for path in out.iterdir()} == {"README.md", "paused", "runs", "runs.jsonl", "table.md"}
     (note,) = [line for line in lines(console) if "died" in line]
     said_of_it = r"digits \w+ seed \d: accuracy [\d.]+%; its worker died 1 times, it went on from its checkpoint"
     assert re.fullmatch(said_of_it, note)
@@ -164,7 +163,7 @@ def test_what_diverges_is_named_and_the_others_end(on_cluster, values, tmp_path)
     with on_cluster() as there, pytest.raises(TrainingError) as caught:
         run_recipe(recipe, tmp_path, place=there)
     assert str(caught.value).startswith("the loss of task 'task2' became")
-    assert set(json.loads((tmp_path / "summary.json").read_text())["digits"]) == {"linear-probe"}
+    assert [run.method for run in finished_runs(tmp_path).values()] == ["linear-probe"]
 
 
 def test_a_run_whose_worker_dies_each_time_is_given_up(on_cluster, watches, values, tmp_path, monkeypatch):
@@ -174,7 +173,7 @@ def test_a_run_whose_worker_dies_each_time_is_given_up(on_cluster, watches, valu
         run_recipe(recipe, tmp_path, place=there, watch=watches.die_in_second_task)
     assert str(caught.value).startswith("its worker died 1 times")
     assert "--resume goes on from the checkpoint" in str(caught.value)
-    assert [path.parents[1].name for path in tmp_path.rglob(RESULT)] == ["linear-probe"]
+    assert [run.method for run in finished_runs(tmp_path).values()] == ["linear-probe"]
 
 
 def test_a_search_runs_all_its_values_at_once(on_cluster, values, tmp_path):
@@ -217,7 +216,7 @@ def test_runs_that_are_not_done_are_stopped(on_cluster, watches, values, tmp_pat
         wait_until((tmp_path / "paused").exists)
     (job,) = plan.jobs
     with exclusive(job.folder / LOCK, lambda: None):  # comes back when the worker is gone
-        assert not (job.folder / RESULT).exists()
+        assert not finished_runs(tmp_path)
     assert not list(tmp_path.glob(".shared-*"))
     (result,) = run_recipe(recipe, tmp_path, resume=True, watch=watches.wait_in_second_task)
     assert (job.folder / "begun").read_text().split() == ["0", "1"]
@@ -335,14 +334,13 @@ def changed(errand, **changes):
 def test_a_run_waits_for_an_earlier_try_and_takes_its_result(errand, tmp_path):
     (job,) = errand.jobs
     (first,) = work(errand)
-    saved = (job.folder / RESULT).read_bytes()
-    (job.folder / RESULT).unlink()
+    (job.out / RUNS).unlink()
     given = []
     with exclusive(job.folder / LOCK, lambda: pytest.fail("it is free")):
         second = threading.Thread(target=lambda: given.extend(work(errand)))
         second.start()
         wait_until(lambda: len(errand.tries()) == 2)
-        (job.folder / RESULT).write_bytes(saved)
+        add_result(job.out / RUNS, first)
     second.join()
     assert given == [first]
 

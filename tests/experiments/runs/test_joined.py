@@ -1,18 +1,15 @@
 """Runs on tasks of several datasets: small digits and large images of a folder, in one sequence."""
 
-import json
-
 import numpy as np
 import pytest
 from PIL import Image
 
-from confitune.engine import RunResult, SequenceRun
+from confitune.engine import SequenceRun
 from confitune.errors import ConfituneError
 from confitune.experiments import (
-    comparison_page,
+    compare,
     make_recipe,
     plan_search,
-    run_folder,
     run_recipe,
     run_search,
     write_report,
@@ -20,6 +17,7 @@ from confitune.experiments import (
 from confitune.experiments.paper.outcome import picture_name
 from confitune.experiments.paper.plan import Scope
 from confitune.experiments.runs.identity import filled
+from found import run_of
 
 
 @pytest.fixture(scope="session")
@@ -52,16 +50,13 @@ def test_two_sources_in_one_run(values, mixed, tmp_path):
         # The first task is learned as if there were no others.
         assert result.matrix[0, 0] == of_digits.matrix[0, 0]
         assert result.tasks[0]["classes"] == of_digits.tasks[0]["classes"]
-        path = run_folder(tmp_path / "out", mixed["dataset"], result.method, 0) / "result.json"
-        assert RunResult.load(path) == result
-    summary = json.loads((tmp_path / "out/summary.json").read_text())
-    (name,) = summary
+        assert run_of(tmp_path / "out", result.method) == result
+    (name,) = (path.name for path in (tmp_path / "out/runs").iterdir())
     assert name.startswith("digits-1+folder-")
     assert name.endswith("-mine-2+digits-2")
-    assert set(summary[name]) == {"finetune", "confit"}
     page = write_report(tmp_path / "out")
     assert "folder-mine-task2" in page.read_text()
-    assert f"**{mixed['dataset']}**, test_byobnet, 3 tasks" in comparison_page([tmp_path / "out"])
+    assert f"**{mixed['dataset']}**, test_byobnet, 3 tasks" in compare([tmp_path / "out"])[0].markdown()
 
 
 def test_a_run_broken_off_between_two_sources_ends_the_same(mixed, tmp_path, monkeypatch):

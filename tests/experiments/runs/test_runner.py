@@ -12,12 +12,15 @@ from rich.console import Console
 from confitune import metrics
 from confitune.engine import Checkpoint, RunResult, SequenceRun
 from confitune.errors import ConfituneError
-from confitune.experiments import make_recipe, run_folder, run_recipe
+from confitune.experiments import finished_runs, make_recipe, run_recipe
+from confitune.experiments.reporting.table import sections_of
 from confitune.experiments.runs.identity import filled
-from confitune.experiments.runs.job import TrainingError
+from confitune.experiments.runs.job import Job, TrainingError, file_name
 from confitune.experiments.runs.place import LocalPlace
+from confitune.experiments.runs.runner import plan_recipe
 from confitune.files import exclusive
 from confitune.nn import create_backbone, state_sha256
+from found import folder_of, forget, run_of
 
 
 def contents(folder):
@@ -43,13 +46,13 @@ def started(monkeypatch):
     return runs
 
 
-def test_each_run_has_a_folder_of_its_own(finished):
-    found = {str(path.parent.relative_to(finished)) for path in finished.rglob("result.json")}
-    assert found == {f"digits/{method}/seed-{seed}" for method in ("finetune", "confit") for seed in (0, 1)}
-    names = {path.name for path in (finished / "digits/confit/seed-0").iterdir()}
-    assert names - {"checkpoint.before.pt"} == {
-        *("result.json", "checkpoint.pt", "epochs.csv", "accuracy.csv", "tensorboard", ".lock"),
-    }
+def test_each_run_has_a_line_and_a_folder_of_its_own(finished):
+    runs = {(run.method, run.seed) for run in finished_runs(finished).values()}
+    assert runs == {(method, seed) for method in ("finetune", "confit") for seed in (0, 1)}
+    assert len(list(finished.glob("runs/digits/*/seed-*"))) == 4
+    names = {path.name for path in folder_of(finished, "confit").iterdir()}
+    assert names - {"checkpoint.before.pt"} == {"checkpoint.pt", "epochs.csv", "accuracy.csv", "tensorboard", ".lock"}
+    assert {path.name for path in finished.iterdir()} == {"README.md", "runs.jsonl", "runs", "table.md"}
 
 
 @pytest.mark.parametrize(
@@ -65,17 +68,20 @@ def test_each_run_has_a_folder_of_its_own(finished):
     ],
 )
 def test_a_datasets_path_becomes_one_plain_name(tmp_path, dataset, folder):
-    assert run_folder(tmp_path, dataset, "l2+confit", 7) == tmp_path / folder / "l2+confit" / "seed-7"
+    assert file_name(dataset) == folder
+    recipe = make_recipe({"dataset": "digits", "methods": ["ewc+confit"]})
+    job = Job(recipe, tmp_path, "ewc+confit", 7, "abc", "confitune run")
+    assert job.folder == tmp_path / "runs/digits/ewc+confit" / f"seed-7-{job.key[:8]}"
 
 
 def test_names_that_no_file_can_have_are_cut_and_still_differ(tmp_path):
     names = ["+".join(f"folder:/data/of/somebody/{last}{k}:1" for k in range(40)) for last in ("a", "b")]
-    folders = [run_folder(tmp_path, name, "confit", 0) for name in (*names, names[0] + "0")]
+    folders = [tmp_path / file_name(name) for name in (*names, names[0] + "0")]
     assert len(set(folders)) == 3
     for folder in folders:
-        folder.mkdir(parents=True)
-        assert len(folder.parts[-3]) == 200
-    assert folders[0].parts[-3].startswith("folder-data-of-somebody-a0-1+folder-data-of-somebody-a1-1+")
+        folder.mkdir()
+        assert len(folder.name) == 200
+    assert folders[0].name.startswith("folder-data-of-somebody-a0-1+folder-data-of-somebody-a1-1+")
 
 
 def test_a_result_holds_everything_it_takes_to_repeat_it(finished, values, weights):
@@ -83,9 +89,8 @@ def test_a_result_holds_everything_it_takes_to_repeat_it(finished, values, weigh
     backbone = create_backbone("test_byobnet", str(weights))
     for method in ("finetune", "confit"):
         for seed in (0, 1):
-            raw = json.loads((finished / f"digits/{method}/seed-{seed}/result.json").read_text())
-            assert raw.keys() == {*RunResult.model_fields, "checksum"}
-            result = RunResult.load(finished / f"digits/{method}/seed-{seed}/result.json")
+            result = run_of(finished, method, seed)
+            assert json.loads(result.line()).keys() == {*RunResult.model_fields, "checksum"}
             assert (result.dataset, result.method, result.seed) == ("digits", method, seed)
             assert result.config == recipe.identity(method, seed, state_sha256(backbone.module))
             assert filled(result.config)["means"] == ("window" if method == "confit" else None)
@@ -109,24 +114,27 @@ def test_a_result_holds_everything_it_takes_to_repeat_it(finished, values, weigh
 
 def test_the_same_recipe_gives_the_same_result_and_other_seeds_others(finished, values, tmp_path):
     again = run_recipe(make_recipe({**values, "methods": ["confit"]}), tmp_path / "again")[0]
-    first, other = (RunResult.load(finished / f"digits/confit/seed-{seed}/result.json") for seed in (0, 1))
+    first, other = (run_of(finished, "confit", seed) for seed in (0, 1))
     assert again.final_sha256 == first.final_sha256
     assert again.accuracy_matrix == first.accuracy_matrix
     assert other.final_sha256 != first.final_sha256
     assert other.weights_sha256 == first.weights_sha256
 
 
-@pytest.mark.parametrize("left", ["result.json", "checkpoint.pt"])
+@pytest.mark.parametrize("left", ["finished", "broken-off"])
 def test_what_is_there_is_refused_and_untouched(finished, values, started, left):
-    folder = finished / "digits/confit/seed-0"
-    for path in finished.rglob("*"):
-        if path.name in ("result.json", "checkpoint.pt", "checkpoint.before.pt") and path != folder / left:
+    folder = folder_of(finished, "confit")
+    for path in finished.rglob("checkpoint*.pt"):
+        if left == "finished" or path.parent != folder:
             path.unlink()
+    forget(finished, "finetune")
+    forget(finished, "confit", 1)
+    if left == "broken-off":
+        forget(finished)
     before = contents(finished)
     with pytest.raises(ConfituneError) as caught:
         run_recipe(make_recipe(values), finished)
-    what = "a finished run" if left == "result.json" else "a broken-off run"
-    assert str(caught.value).startswith(f"{folder} holds {what}: add --resume")
+    assert str(caught.value).startswith(f"{finished} holds a {left} run of digits confit: add --resume")
     assert contents(finished) == before
     assert started == []
 
@@ -135,34 +143,34 @@ def test_resume_on_an_empty_folder_just_starts(values, tmp_path, started):
     out = tmp_path / "not" / "there"
     (result,) = run_recipe(make_recipe({**values, "methods": ["linear-probe"], "tasks": 1}), out, resume=True)
     assert started == [("linear-probe", 0)]
-    assert RunResult.load(out / "digits/linear-probe/seed-0/result.json") == result
+    assert run_of(out, "linear-probe") == result
 
 
 def test_resume_on_a_finished_folder_runs_nothing(finished, values, started, monkeypatch):
     monkeypatch.setattr(
         "confitune.experiments.runs.recipe.load_tasks", lambda *_, **__: pytest.fail("no images are needed")
     )
-    before = {path: content for path, content in contents(finished).items() if path.stem != "summary"}
+    before = {path: content for path, content in contents(finished).items() if path.suffix != ".md"}
     results = run_recipe(make_recipe({**values, "seeds": 2}), finished, resume=True)
     assert started == []
     assert [(r.method, r.seed) for r in results] == [("finetune", 0), ("finetune", 1), ("confit", 0), ("confit", 1)]
-    assert results[2] == RunResult.load(finished / "digits/confit/seed-0/result.json")
-    after = {path: content for path, content in contents(finished).items() if path.stem != "summary"}
+    assert results[2] == run_of(finished, "confit")
+    after = {path: content for path, content in contents(finished).items() if path.suffix != ".md"}
     assert after == before
 
 
 def test_one_more_method_runs_alone(finished, values, started):
-    before = contents(finished / "digits")
+    before = contents(finished / "runs")
     more = make_recipe({**values, "methods": ["finetune", "linear-probe", "confit"]})
     results = run_recipe(more, finished, resume=True)
     assert started == [("linear-probe", 0)]
     assert [result.method for result in results] == ["finetune", "linear-probe", "confit"]
-    after = contents(finished / "digits")
+    after = contents(finished / "runs")
     assert {path: after[path] for path in before} == before
-    summary = json.loads((finished / "summary.json").read_text())
-    assert set(summary["digits"]) == {"finetune", "linear-probe", "confit"}
-    assert summary["digits"]["linear-probe"]["seeds"] == [0]
-    assert summary["digits"]["confit"]["seeds"] == [0, 1]
+    (section,) = sections_of(finished_runs(finished).values())
+    seeds = {name: [run.seed for run in row.runs] for name, row in section.rows.items()}
+    assert seeds == {"finetune": [0, 1], "linear-probe": [0], "confit": [0, 1]}
+    assert "linear-probe" in (finished / "table.md").read_text()
 
 
 def test_one_more_seed_runs_alone(finished, values, started):
@@ -172,39 +180,30 @@ def test_one_more_seed_runs_alone(finished, values, started):
     assert [result.seed for result in results] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("left", ["result.json", "checkpoint.pt"])
-def test_resume_with_another_configuration_is_refused_and_names_what_differs(finished, values, started, left):
-    for path in finished.rglob("result.json"):
-        if left == "checkpoint.pt":
-            path.unlink()
-    before = contents(finished)
-    with pytest.raises(ConfituneError) as caught:
-        run_recipe(make_recipe({**values, "lr": 0.5, "epochs": 2}), finished, resume=True)
-    message = str(caught.value)
-    assert str(finished / "digits/finetune/seed-0" / left) in message
-    assert "epochs was 1, now 2" in message
-    assert ("lr was 0.01, now 0.5" if left == "result.json" else "lr was not set, now 0.5") in message
-    assert "batch_size" not in message
-    assert started == []
-    assert contents(finished) == before
+def test_another_configuration_is_another_run_and_what_differs_is_said(finished, values, started):
+    before = contents(finished / "runs")
+    console = Console(file=io.StringIO(), width=500)
+    recipe = make_recipe({**values, "lr": 0.5, "methods": ["finetune"]})
+    (result,) = run_recipe(recipe, finished, resume=True, place=LocalPlace(console))
+    told = f"note: {finished} has digits finetune with other settings (lr was 0.01, now 0.5); it stays, and this is"
+    assert console.file.getvalue().startswith(told)
+    assert started == [("finetune", 0)]
+    assert {path: content for path, content in contents(finished / "runs").items() if path in before} == before
+    assert len(finished_runs(finished)) == 5
+    assert run_of(finished, "finetune", lr=0.5) == result
+    assert run_of(finished, "finetune", lr=None).final_sha256 != result.final_sha256
+    first, second = sections_of(finished_runs(finished).values())
+    assert ("lr 0.01" in first.heading(), "lr 0.5" in second.heading()) == (True, True)
 
 
-def test_every_run_is_checked_before_any_is_started(finished, values, started):
-    """finetune agrees and would have to be run again; confit, its neighbour, was made with other means."""
-    (finished / "digits/finetune/seed-0/result.json").unlink()
-    (finished / "digits/finetune/seed-0/checkpoint.pt").unlink()
-    with pytest.raises(ConfituneError, match="means was 'window', now 'phase'"):
-        run_recipe(make_recipe({**values, "means": "phase"}), finished, resume=True)
-    assert started == []
-
-
-def test_other_weights_are_another_configuration(finished, values, started, tmp_path):
+def test_other_weights_are_another_run(finished, values, started, tmp_path):
     state = torch.load(values["weights"], weights_only=True)
     next(iter(state.values()))[0] += 0.01
     torch.save(state, tmp_path / "other.pth")
-    with pytest.raises(ConfituneError, match="weights_sha256 was"):
-        run_recipe(make_recipe({**values, "weights": str(tmp_path / "other.pth")}), finished, resume=True)
-    assert started == []
+    given = {**values, "weights": str(tmp_path / "other.pth"), "methods": ["linear-probe", "finetune"], "tasks": 1}
+    run_recipe(make_recipe({**given, "weights": values["weights"]}), finished, resume=True)
+    run_recipe(make_recipe(given), finished, resume=True)
+    assert started == [("linear-probe", 0), ("finetune", 0)] * 2
 
 
 def test_the_device_may_change(finished, values, started):
@@ -212,15 +211,16 @@ def test_the_device_may_change(finished, values, started):
     assert started == []
 
 
-@pytest.mark.parametrize("name", ["checkpoint.pt", "result.json"])
+@pytest.mark.parametrize("name", ["checkpoint.pt", "runs.jsonl"])
 def test_a_damaged_file_is_named(finished, values, started, name):
-    folder = finished / "digits/finetune/seed-0"
-    (folder / "result.json").unlink()
+    forget(finished)
+    folder = folder_of(finished, "finetune")
     (folder / "checkpoint.before.pt").unlink(missing_ok=True)
-    (folder / name).write_bytes(b"damaged")
+    path = (finished if name == "runs.jsonl" else folder) / name
+    path.write_bytes(b"damaged\n")
     with pytest.raises(ConfituneError) as caught:
         run_recipe(make_recipe(values), finished, resume=True)
-    assert str(folder / name) in str(caught.value)
+    assert str(path) in str(caught.value)
     assert started == []
 
 
@@ -246,13 +246,13 @@ def test_a_broken_off_run_goes_on(finished, values, tmp_path, monkeypatch):
         kill_after_first_task(patch)
         with pytest.raises(Killed):
             run_recipe(recipe, out, checkpoint_seconds=0)
-    assert not (out / "digits/finetune/seed-0/result.json").exists()
+    assert finished_runs(out) == {}
     begun, run = [], SequenceRun.run
     monkeypatch.setattr(SequenceRun, "run", lambda self: (begun.append((self.method.name, self.task)), run(self))[1])
     results = run_recipe(recipe, out, resume=True)
     assert begun == [("finetune", 1), ("confit", 0)]  # the first task of finetune is not done again
     for result in results:
-        undisturbed = RunResult.load(finished / f"digits/{result.method}/seed-0/result.json")
+        undisturbed = run_of(finished, result.method)
         assert result.final_sha256 == undisturbed.final_sha256
         assert result.accuracy_matrix == undisturbed.accuracy_matrix
         assert result.config == undisturbed.config
@@ -285,7 +285,8 @@ def test_what_is_finished_is_summarised_even_if_the_next_run_fails(values, tmp_p
     monkeypatch.setattr(SequenceRun, "run", second_fails)
     with pytest.raises(Killed):
         run_recipe(make_recipe({**values, "tasks": 1}), tmp_path)
-    assert set(json.loads((tmp_path / "summary.json").read_text())["digits"]) == {"finetune"}
+    assert [run.method for run in finished_runs(tmp_path).values()] == ["finetune"]
+    assert "| finetune |" in (tmp_path / "table.md").read_text()
 
 
 def test_a_run_that_diverges_does_not_stop_the_others(values, tmp_path):
@@ -296,7 +297,7 @@ def test_a_run_that_diverges_does_not_stop_the_others(values, tmp_path):
     first, second = str(caught.value).splitlines()
     assert first.startswith("digits ewc: the loss of task 'task2' became")
     assert second.startswith("digits ewc+confit: the loss of task 'task2' became")
-    assert set(json.loads((tmp_path / "summary.json").read_text())["digits"]) == {"linear-probe"}
+    assert [run.method for run in finished_runs(tmp_path).values()] == ["linear-probe"]
 
 
 def test_a_network_without_batch_norm_is_refused_before_anything_is_trained(values, tmp_path, started):
@@ -333,15 +334,13 @@ def test_seeds_side_by_side_give_the_results_of_one_after_the_other(finished, va
     together = run_recipe(recipe, tmp_path / "together", place=LocalPlace(parallel_seeds=2))
     assert sorted(started) == [("confit", seed) for seed in range(3)]
     for seed, (mine, other) in enumerate(zip(together, one_by_one, strict=True)):
-        saved = RunResult.load(run_folder(tmp_path / "together", "digits", "confit", seed) / "result.json")
+        saved = run_of(tmp_path / "together", "confit", seed)
         assert saved == mine
         assert saved.seed == other.seed == seed
         assert saved.accuracy_matrix == other.accuracy_matrix
         assert saved.final_sha256 == other.final_sha256
         assert saved.config == other.config
     assert len({result.final_sha256 for result in together}) == 3
-    accs = [json.loads((out / "summary.json").read_text()) for out in (finished, tmp_path / "together")]
-    assert accs[0]["digits"]["confit"]["acc"] == accs[1]["digits"]["confit"]["acc"]
 
 
 def test_so_many_seeds_are_side_by_side_and_methods_never(values, tmp_path, monkeypatch):
@@ -365,16 +364,16 @@ def test_so_many_seeds_are_side_by_side_and_methods_never(values, tmp_path, monk
 
 
 def test_resume_runs_only_the_seeds_that_are_left(finished, values, started):
-    before = contents(finished / "digits/finetune/seed-0")
-    expected = RunResult.load(finished / "digits/finetune/seed-1/result.json")
-    for name in ("result.json", "checkpoint.pt"):
-        (finished / "digits/finetune/seed-1" / name).unlink(missing_ok=True)
+    before = contents(folder_of(finished, "finetune", 0))
+    expected = run_of(finished, "finetune", 1)
+    forget(finished, "finetune", 1)
+    (folder_of(finished, "finetune", 1) / "checkpoint.pt").unlink()
     recipe = make_recipe({**values, "methods": ["finetune"], "seeds": 3})
     results = run_recipe(recipe, finished, resume=True, place=LocalPlace(parallel_seeds=2))
     assert sorted(started) == [("finetune", 1), ("finetune", 2)]
     assert [result.seed for result in results] == [0, 1, 2]
     assert results[1].final_sha256 == expected.final_sha256
-    assert contents(finished / "digits/finetune/seed-0") == before
+    assert contents(folder_of(finished, "finetune", 0)) == before
 
 
 def test_an_error_in_one_seed_stops_those_beside_it(values, tmp_path, monkeypatch):
@@ -390,14 +389,15 @@ def test_an_error_in_one_seed_stops_those_beside_it(values, tmp_path, monkeypatc
         run_recipe(
             make_recipe({**values, "methods": ["finetune"], "seeds": 3}), tmp_path, place=LocalPlace(parallel_seeds=3)
         )
-    assert [path.parent.name for path in tmp_path.rglob("result.json")] == []
+    assert finished_runs(tmp_path) == {}
 
 
 def test_a_folder_that_another_process_works_in_is_refused(values, tmp_path):
     out = tmp_path / "out"
     recipe = make_recipe({**values, "methods": ["linear-probe"], "tasks": 1})
+    folder = plan_recipe(recipe, out, LocalPlace()).jobs[0].folder
     with (
-        exclusive(out / "digits/linear-probe/seed-0/.lock", lambda: pytest.fail("it is free")),
+        exclusive(folder / ".lock", lambda: pytest.fail("it is free")),
         pytest.raises(ConfituneError, match="another process is working in"),
     ):
         run_recipe(recipe, out)
@@ -407,7 +407,7 @@ def test_a_folder_that_another_process_works_in_is_refused(values, tmp_path):
 
 def test_what_a_killed_process_left_half_written_is_gone_after_a_resume(values, tmp_path):
     recipe = make_recipe({**values, "methods": ["linear-probe"], "tasks": 1})
-    folder = tmp_path / "digits/linear-probe/seed-0"
+    folder = plan_recipe(recipe, tmp_path, LocalPlace()).jobs[0].folder
     folder.mkdir(parents=True)
     (folder / f"checkpoint.{'0' * 32}.partial").write_bytes(b"half")
     run_recipe(recipe, tmp_path, resume=True)

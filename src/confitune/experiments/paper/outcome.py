@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,8 @@ from pydantic import BaseModel, Field
 
 from confitune.engine import RunResult, command_line, summary_of, versions
 from confitune.experiments.paper.numbers import Reported
-from confitune.experiments.reporting.render import markdown_table
+from confitune.experiments.reporting.render import FEW, markdown_table
+from confitune.experiments.reporting.report import write_readme
 from confitune.experiments.runs.job import file_name
 from confitune.files import write_whole
 from confitune.metrics import mean_and_interval
@@ -25,7 +25,7 @@ class Cell(BaseModel):
     method: str
     metric: Literal["ACC", "FGT"]
     measured: float
-    interval: float | None  # 95%, over seeds; one run has none
+    interval: float | None  # 95%, over seeds; one or two runs have none
     seeds: int
     paper: float | None
     paper_interval: float | None
@@ -52,8 +52,8 @@ class Cell(BaseModel):
     def row(self) -> list[str]:
         """Measured, the paper's, the difference, the verdict; and what our own protocol gives."""
         difference = "-" if self.difference is None else f"{self.difference:+.2f}"
-        measured, paper = shown(self.measured, self.interval), shown(self.paper, self.paper_interval)
-        told = [measured, str(self.seeds), paper, difference, self.verdict, shown(self.recovered)]
+        measured, paper = _told(self.measured, self.interval), _told(self.paper, self.paper_interval)
+        told = [measured, str(self.seeds), paper, difference, self.verdict, _told(self.recovered)]
         return [self.dataset, self.method, self.metric, *told]
 
 
@@ -77,7 +77,7 @@ def cells_of(
                     method=method,
                     metric=metric.upper(),  # type: ignore[arg-type]
                     measured=measured,
-                    interval=None if math.isnan(interval) else interval,
+                    interval=None if seeds < FEW else interval,
                     seeds=seeds,
                     paper=told and getattr(told, metric),
                     paper_interval=told and getattr(told, f"{metric}_interval"),
@@ -95,16 +95,9 @@ class Claim(BaseModel):
     holds: bool | None  # None: not measured
 
 
-def shown(value: float | None, interval: float | None = None) -> str:
-    """A number with its interval, if it has one (a single run's is NaN), as tables show it.
-
-    >>> shown(86.0412, 0.594), shown(2.0), shown(None)
-    ('86.04 ± 0.59', '2.00', '-')
-    """
-    if value is None:
-        return "-"
-    known = interval is not None and not math.isnan(interval)
-    return f"{value:.2f}" + (f" ± {interval:.2f}" if known else "")
+def _told(value: float | None, interval: float | None = None) -> str:
+    """A number with its interval, if it has one."""
+    return "-" if value is None else f"{value:.2f}" + ("" if interval is None else f" ± {interval:.2f}")
 
 
 _CELLS = ("dataset", "method", "", "measured", "seeds", "paper", "difference", "verdict", "all means recovered")
@@ -142,14 +135,26 @@ class Outcome(BaseModel):
         return "\n\n".join(parts) + "\n"
 
 
-def write_outcome(out: Path, outcome: Outcome) -> None:
-    """Write `<what>.json` with provenance, and `<what>.md`."""
-    record = outcome.model_dump(mode="json")
-    for cell, told in zip(record["cells"], outcome.cells, strict=True):
-        cell |= {"difference": told.difference, "verdict": told.verdict}
-    record |= {"versions": versions(), "command": command_line()}
-    write_whole(out / f"{outcome.what}.json", lambda file: file.write(json.dumps(record, indent=1).encode()))
-    write_whole(out / f"{outcome.what}.md", lambda file: file.write(outcome.markdown().encode()))
+def write_outcomes(out: Path, outcomes: Sequence[Outcome]) -> None:
+    """Write a page `<what>.md` for each, `outcomes.json` with all that were ever written there, and `README.md`."""
+    path = out / "outcomes.json"
+    records = json.loads(path.read_bytes()) if path.exists() else {}
+    for outcome in outcomes:
+        record = outcome.model_dump(mode="json")
+        for cell, told in zip(record["cells"], outcome.cells, strict=True):
+            cell |= {"difference": told.difference, "verdict": told.verdict}
+        records[outcome.what] = record | {"versions": versions(), "command": command_line()}
+        _write(out / f"{outcome.what}.md", outcome.markdown())
+    _write(path, json.dumps(records, indent=1))
+    pages = "\n".join(f"- [{record['title']}]({what}.md)" for what, record in records.items())
+    table = "[table.md](table.md) compares its runs, `runs.jsonl` has a line for each."
+    text = f"Tables and figures of the paper, made again:\n\n{pages}\n\n`outcomes.json` has their numbers."
+    has_runs = (out / "table.md").exists()
+    write_readme(out, f"{text} {table}" if has_runs else text, [record["command"] for record in records.values()])
+
+
+def _write(path: Path, text: str) -> None:
+    write_whole(path, lambda file: file.write(text.encode()))
 
 
 def picture_name(what: str, dataset: str) -> str:

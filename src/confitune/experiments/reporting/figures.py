@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from confitune.experiments.reporting.render import FEW
 from confitune.files import write_whole
 from confitune.metrics import average_accuracy, average_accuracy_curve, average_forgetting, mean_and_interval
 
@@ -34,7 +35,7 @@ def curves_figure(curves: Mapping[str, Array], *, title: str) -> Figure:
     """Average accuracy on the tasks learned so far, after each task: mean line and 95% band over seeds.
 
     Args:
-        curves: method -> seeds x T, percent (see `confitune.metrics.average_accuracy_curve`). One seed has no band.
+        curves: method -> seeds x T, percent (see `confitune.metrics.average_accuracy_curve`). Below 3 seeds: no band.
     """
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     heading(figure, title)
@@ -73,7 +74,7 @@ def overview_figure(runs: Mapping[str, Array], *, title: str) -> Figure:
 def _curves(axes: Axes, curves: Mapping[str, Array], height: float) -> None:
     tasks = max(seeds.shape[1] for seeds in curves.values())
     everything = np.concatenate([np.ravel(seeds) for seeds in curves.values()])
-    # The limits follow the seeds, not the bands: with two seeds a 95% band spans far more than the data.
+    # The limits follow the seeds, not the bands: with few seeds a 95% band spans far more than the data.
     lowest = _axis_floor(everything - 1, step=5)
     axes.set_ylim(lowest, 100)
     plain_axes(axes, tasks, levels=5)
@@ -84,7 +85,7 @@ def _curves(axes: Axes, curves: Mapping[str, Array], height: float) -> None:
         dots: dict[str, Any] = {"marker": "o", "markersize": 4.5 if tasks <= 12 else 3, "markeredgewidth": 0}
         after = np.arange(1, len(mean) + 1)
         axes.plot(after, mean, style, color=colour, linewidth=2, clip_on=False, zorder=3, label=method, **dots)
-        if len(seeds) > 1:
+        if len(seeds) >= FEW:
             axes.fill_between(after, mean - half, mean + half, color=colour, alpha=0.12, linewidth=0, zorder=2)
         ends[method] = float(mean[-1])
     _label_ends(axes, ends, tasks, gap=0.19 / height * (100 - lowest))

@@ -1,12 +1,32 @@
-"""Tables of texts, as Markdown and for a terminal: column titles and rows, the first cell of a row names it."""
+"""Tables of texts as Markdown, for a terminal and as HTML: column titles and rows, the first cell of a row names it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from html import escape
 
 from rich.table import Table
 from rich.text import Text
+
+from confitune.metrics import mean_and_interval
+
+FEW = 3  # runs: below that an interval says more of Student's t than of them
+
+
+def shown(values: Sequence[float | None], digits: int = 1) -> str:
+    """Mean and 95% interval, of few runs each; '-' where a value is not defined, nothing of nothing.
+
+    >>> shown([86.0, 87.0, 85.5]), shown([86.0, 87.0]), shown([2.0], 2), shown([None])
+    ('86.2 ± 1.9', '86.0, 87.0', '2.00', '-')
+    """
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return "-" if values else ""
+    if len(known) < FEW:
+        return ", ".join(f"{value:.{digits}f}" for value in known)
+    mean, half, _ = mean_and_interval(known)
+    return f"{mean:.{digits}f} ± {half:.{digits}f}"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -33,3 +53,17 @@ def terminal_table(
     for place, row in enumerate(rows):
         table.add_row(*map(Text, row), style="bold" if place == bold else "")
     return table
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """HTML in which no text is markup.
+
+    >>> html_table(["method"], [["<b>"]]).splitlines()[1]
+    '<tr><th scope="row">&lt;b&gt;</th></tr>'
+    """
+    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
+    body = "\n".join(
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for name, *cells in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>\n{body}\n</tbody></table></div>'

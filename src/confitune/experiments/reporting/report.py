@@ -1,36 +1,29 @@
-"""A report of the runs below a folder: one page that loads nothing.
+"""What is written about the runs in a folder: README.md, table.md, a picture, and a page that loads nothing.
 
-A content security policy forbids every request and every script, so that a name which got past the escaping could not
-run.
+A content security policy forbids the page every request and every script, so that a name which got past the escaping
+could not run.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.reporting.figures import write_png
-from confitune.experiments.reporting.table import (
-    COLUMNS,
-    Runs,
-    best_first,
-    collect_results,
-    details,
-    overview_of,
-    result_rows,
-    shown,
-)
+from confitune.experiments.reporting.figures import overview_figure, save_figure, write_png
+from confitune.experiments.reporting.render import html_table, markdown_table, shown
+from confitune.experiments.reporting.table import COLUMNS, USUAL, Section, named, rows_of, scenario_words, sections_of
 from confitune.experiments.runs.identity import filled
-from confitune.experiments.runs.job import RESULT
+from confitune.experiments.runs.job import RUNS, WORK, file_name, finished_runs
 from confitune.files import write_whole
 from confitune.metrics import average_accuracy_curve
 
@@ -38,29 +31,84 @@ EXPLAINED = (
     "ACC: accuracy over all tasks at the end. FGT: what earlier tasks lost since their best. When learned: accuracy of "
     "each task right after it was learned. BWT: how later tasks changed earlier ones. All in percent. Numbers a task: "
     "what a task added to what is stored, its head included, at most (joint has one task, all of them). Mean ± 95% "
-    "interval over seeds."
+    "interval over seeds; of one or two seeds the values."
 )
+_OURS = "<!-- Written by confitune. Take this line out to keep the page as it is. -->\n"
+
+
+def write_pages(out: Path) -> None:
+    """Write `table.md` and `README.md` about the runs in `runs.jsonl`."""
+    results = list(finished_runs(out).values())
+    sections = sections_of(results)
+    pages = [
+        f"**{section.dataset}**, {section.heading()}\n\n{markdown_table(['method', *USUAL], section.cells(USUAL))}\n"
+        for section in sections
+    ]
+    write_whole(out / "table.md", lambda file: file.write("\n".join(pages).encode(errors="replace")))
+    methods = ", ".join(dict.fromkeys(name for section in sections for name in section.rows))
+    datasets = ", ".join(dict.fromkeys(section.dataset for section in sections))
+    write_readme(
+        out,
+        f"{len(results)} runs on {datasets}: {methods}. [table.md](table.md) compares them, `runs.jsonl` has a line of "
+        "each: accuracy after every task, configuration, versions, device and command.",
+        [result.command for result in results],
+    )
+
+
+def write_readme(out: Path, text: str, commands: Iterable[str]) -> None:
+    """Write `README.md`: what is here, and the commands that make it again; a page of the user's own is kept."""
+    path = out / "README.md"
+    if path.exists() and not path.read_text(errors="replace").startswith(_OURS):
+        return
+    pictures = "".join(f"\n![{path.stem}]({path.name})\n" for path in sorted(out.glob("*.png")))
+    made = "\n".join(dict.fromkeys(commands))
+    page = f"{_OURS}# {out.resolve().name}\n\n{text}\n\nMade by\n\n```sh\n{made}\n```\n{pictures}"
+    write_whole(path, lambda file: file.write(page.encode(errors="replace")))
+
+
+def draw_overview(out: Path, results: Sequence[RunResult]) -> Path | None:
+    """A picture of runs of one recipe, methods in the order given; none where no method learned task after task."""
+    dataset = results[0].dataset
+    figure = overview_of(Section(dataset, named(rows_of(results)), {}))
+    if figure is None:
+        return None
+    path = out / f"overview-{file_name(dataset)}.png"
+    save_figure(figure, path)
+    return path
+
+
+def overview_of(section: Section) -> Figure | None:
+    """None where no method learned task after task."""
+    measured = {name: np.stack([run.matrix for run in row.runs]) for name, row in section.rows.items()}
+    sequential = {name: stack for name, stack in measured.items() if not np.isnan(stack[:, 0, 0]).any()}
+    config = next(iter(section.rows.values())).config
+    title = ", ".join([section.dataset, *scenario_words(config), config["model"]])
+    return overview_figure(sequential, title=title) if sequential else None
 
 
 def write_report(folder: Path, out: Path | None = None, title: str | None = None) -> Path:
-    """Write a page about every result below `folder`, and return its path.
+    """Write a page about every result in `folder`, and return its path.
 
     The page is one file: it loads nothing and can be sent as it is. The same results give the same bytes.
 
     Args:
-        folder: what `confitune run` wrote: `<dataset>/<method>/seed-<k>/result.json`, finished or not.
+        folder: what `confitune run` wrote, finished or not.
         out: the page, `*.html`; default `report.html` in `folder`.
         title: its heading; default: the folder's name.
     """
     out = out or folder / "report.html"
     if out.suffix.lower() not in (".html", ".htm"):
         raise ConfituneError(f"{out} is to be an HTML page: give it a name that ends in .html")
-    found = collect_results(folder)
+    found = finished_runs(folder)
     if not found:
-        hint = f"`confitune run --out {folder}` writes them as <dataset>/<method>/seed-<k>/{RESULT}"
-        elsewhere = next(iter(sorted(folder.rglob(f"seed-*/{RESULT}"))), None)
-        raise ConfituneError(f"no results in {folder}: {f'but there is {elsewhere}' if elsewhere else hint}")
-    parts = [part for name, methods in found.items() for part in _dataset(folder / name, best_first(methods))]
+        elsewhere = next(iter(sorted(folder.rglob(RUNS))), None)
+        hint = f"but there is {elsewhere}" if elsewhere else f"`confitune run --out {folder}` writes some"
+        raise ConfituneError(f"no results in {folder}: {hint}")
+    started = (path for path in sorted((folder / WORK).glob("*/*/seed-*")) if path.is_dir())
+    known = {key[:8] for key in found}
+    unfinished = ["/".join(path.parts[-3:]) for path in started if path.name.rpartition("-")[2] not in known]
+    parts = [_paragraph(f"Not finished, and not counted: {', '.join(unfinished)}.")] if unfinished else []
+    parts += [part for section in sections_of(found.values()) for part in _section(section)]
     title = escape(title or folder.resolve().name)
     page = Template(files("confitune.experiments.reporting").joinpath("report.html").read_text(encoding="utf-8"))
     text = page.substitute(title=title, body="\n".join(parts))
@@ -70,23 +118,20 @@ def write_report(folder: Path, out: Path | None = None, title: str | None = None
     return out
 
 
-def _dataset(folder: Path, methods: Runs) -> Iterator[str]:
-    """All that is said of one dataset, the best method first."""
-    for method, results in methods.items():
-        if len(counts := {len(result.accuracy_matrix) for result in results}) > 1:
+def _section(section: Section) -> Iterator[str]:
+    """All that is said of one section, the best method first."""
+    methods = {name: row.runs for name, row in section.rows.items()}
+    for method, runs in methods.items():
+        if len(counts := {len(run.accuracy_matrix) for run in runs}) > 1:
             raise ConfituneError(
-                f"{folder / method}: its seeds differ in their number of tasks ({sorted(counts)}), so there is "
-                "no mean over them; keep those of one experiment"
+                f"the seeds of {method} on {section.dataset} differ in their number of tasks ({sorted(counts)}), so "
+                "there is no mean over them; keep those of one experiment"
             )
-    yield _heading(2, folder.name)
-    yield _paragraph(f"{details(dict(sorted(methods.items())))}.")
-    started = (path for path in sorted(folder.glob("*/seed-*")) if path.is_dir())
-    unfinished = [f"{path.parent.name}/{path.name}" for path in started if not (path / RESULT).exists()]
-    if unfinished:
-        yield _paragraph(f"Not finished, and not counted: {', '.join(unfinished)}.")
-    yield _table(["method", *COLUMNS], result_rows(methods, COLUMNS))
+    yield _heading(2, section.dataset)
+    yield _paragraph(f"{section.heading()}.")
+    yield html_table(["method", *COLUMNS], section.cells([*COLUMNS]))
     yield _paragraph(EXPLAINED)
-    if figure := overview_of(folder.name, methods):
+    if figure := overview_of(section):
         png = io.BytesIO()
         write_png(figure, png)
         yield f'<img alt="overview" src="data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}">'
@@ -95,7 +140,7 @@ def _dataset(folder: Path, methods: Runs) -> Iterator[str]:
     for method, runs in methods.items():
         curves = np.stack([average_accuracy_curve(run.matrix) for run in runs])
         rows.append([method, *map(_shown, curves.T), *["-"] * (tasks - curves.shape[1])])
-    yield _table(["method", *(f"after {k + 1}" for k in range(tasks))], rows)
+    yield html_table(["method", *(f"after {k + 1}" for k in range(tasks))], rows)
     yield _heading(3, "Accuracy of each task after each task (%)")
     for method, runs in methods.items():
         matrices = np.stack([run.matrix for run in runs])
@@ -104,10 +149,10 @@ def _dataset(folder: Path, methods: Runs) -> Iterator[str]:
             for i, row in enumerate(matrices.swapaxes(0, 1))
         ]
         yield _heading(4, method)
-        yield _table(["", *(f"after {k + 1}" for k in range(matrices.shape[1]))], cells)
+        yield html_table(["", *(f"after {k + 1}" for k in range(matrices.shape[1]))], cells)
     yield _heading(3, "Tasks")
     learned = max((runs[0].tasks for runs in methods.values()), key=len)
-    yield _table(
+    yield html_table(
         ["task", "classes", "training images", "test images"],
         [[t["name"], ", ".join(t["classes"]), str(t["train_images"]), str(t["test_images"])] for t in learned],
     )
@@ -140,7 +185,7 @@ def _facts(result: RunResult) -> dict[str, str]:
 
 
 def _shown(values: Sequence[float] | np.ndarray) -> str:
-    """Mean and 95% interval, '-' where a value is NaN."""
+    """As in tables, '-' where a value is NaN."""
     return shown([None if np.isnan(value) else float(value) for value in values])
 
 
@@ -150,13 +195,3 @@ def _heading(level: int, text: str) -> str:
 
 def _paragraph(text: str) -> str:
     return f"<p>{escape(text)}</p>"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first cell of a row names it."""
-    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
-    body = "\n".join(
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
-        for name, *cells in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>\n{body}\n</tbody></table></div>'

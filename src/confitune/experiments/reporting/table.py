@@ -1,29 +1,28 @@
-"""What runs say together: of one folder a table, a JSON file and pictures; of many configurations what differs."""
+"""Results in memory: runs that differ only in their seed are a row, and each column is defined once.
+
+Rows stand in sections. In a section the data and the network are the same, and so is whatever else one method was run
+with in several ways; so it has each method once for each choice of the method's own options.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.reporting.figures import overview_figure, save_figure
-from confitune.experiments.reporting.render import markdown_table, terminal_table
-from confitune.experiments.runs.identity import filled
-from confitune.experiments.runs.job import RESULT, file_name
-from confitune.files import write_whole
-from confitune.metrics import mean_and_interval
-
-Runs = Mapping[str, Sequence[RunResult]]  # by method, all seeds
+from confitune.experiments.reporting.render import markdown_table, shown, terminal_table
+from confitune.experiments.runs.identity import DEFAULTS, XCONV, filled
+from confitune.experiments.runs.job import RUNS, finished_runs
+from confitune.settings import DataSettings, NetworkSettings
 
 # What a table can say of runs that differ only in their seed.
 COLUMNS: Mapping[str, Callable[[Sequence[RunResult]], str]] = {
@@ -31,190 +30,201 @@ COLUMNS: Mapping[str, Callable[[Sequence[RunResult]], str]] = {
     "FGT ↓": lambda runs: shown([run.fgt for run in runs]),
     "when learned": lambda runs: shown([run.learning_acc for run in runs]),
     "BWT ↑": lambda runs: shown([run.bwt for run in runs]),
-    "numbers a task": lambda runs: f"{max(_numbers_per_task(runs)):,}",
+    "numbers a task": lambda runs: f"{numbers_per_task(runs):,}",
     "seconds": lambda runs: f"{np.mean([run.seconds for run in runs]):.0f}",
     "seeds": lambda runs: str(len(runs)),
 }
 USUAL = ("ACC ↑", "FGT ↓", "when learned", "numbers a task")
-_METRICS = ("acc", "fgt", "learning_acc", "bwt")
-_NOT_COMPARED = ("seed", "weights_sha256", "dataset")
+_SHARED = {*DataSettings.model_fields, *NetworkSettings.model_fields} & set(DEFAULTS) - {"dataset"}
+_IN_WORDS = {"model", "tasks", "pipeline", "scenario", "held_out", *XCONV}  # what a section's heading says of each
 
 
-def best_first(methods: Runs) -> dict[str, Sequence[RunResult]]:
+@dataclass(frozen=True)
+class Row:
+    """Runs that differ only in their seed."""
+
+    settings: Mapping[str, str]  # the method, its options as part.option, and all settings; None is left out
+    runs: list[RunResult] = field(default_factory=list)
+
+    @property
+    def method(self) -> str:
+        """The method's name."""
+        return self.runs[0].method
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration of its first run, with all defaults."""
+        return filled(self.runs[0].config)
+
+    def cells(self, columns: Iterable[str]) -> list[str]:
+        """What these columns say of its runs."""
+        return [COLUMNS[column](self.runs) for column in columns]
+
+
+def best_first(rows: Iterable[Row]) -> list[Row]:
     """By mean accuracy."""
-    return dict(sorted(methods.items(), key=lambda item: -np.mean([run.acc for run in item[1]])))
+    return sorted(rows, key=lambda row: -float(np.mean([run.acc for run in row.runs])))
 
 
-def result_rows(methods: Runs, columns: Iterable[str]) -> list[list[str]]:
-    """A row for each method, with what these columns say of its runs."""
-    return [[name, *(COLUMNS[column](runs) for column in columns)] for name, runs in methods.items()]
+@dataclass(frozen=True)
+class Section:
+    """Rows with the same data and network, best first, by what they are called."""
+
+    dataset: str
+    rows: dict[str, Row]
+    apart: Mapping[str, str | None]  # settings in which its methods were run otherwise in other sections
+
+    def cells(self, columns: Sequence[str]) -> list[list[str]]:
+        """A row for each method, with what these columns say of its runs."""
+        return [[name, *row.cells(columns)] for name, row in self.rows.items()]
+
+    def heading(self) -> str:
+        """What was run, in words: network, tasks, seeds, device and whatever is unusual about it."""
+        rows = [self.rows[name] for name in sorted(self.rows)]
+        configs = [row.config for row in rows]
+        config, seeds = configs[0], max(len(row.runs) for row in rows)
+        words = [config["model"], f"{max(len(row.runs[0].tasks) for row in rows)} tasks"]
+        if config["pipeline"] != "clean":
+            words.append(f"{config['pipeline']} pipeline")
+        words += scenario_words(config)
+        if config["held_out"]:
+            words.append(f"tested on {config['held_out']:.0%} of the training images")
+        words += sorted({f"{c['means']} means, {c['statistics']} statistics" for c in configs if c["means"]})
+        words += [f"{name} {value}" for name, value in self.apart.items() if value and name not in _IN_WORDS]
+        devices = dict.fromkeys(row.runs[0].device for row in rows)
+        return ", ".join([*words, f"{seeds} seed{'s' if seeds > 1 else ''}", f"on {' and '.join(devices)}"])
 
 
-def collect_results(out: Path) -> dict[str, dict[str, list[RunResult]]]:
-    """Every result below `out`: dataset folder -> method -> results by seed."""
-    found: dict[str, dict[str, list[RunResult]]] = defaultdict(lambda: defaultdict(list))
-    for path in sorted(out.glob(f"*/*/seed-*/{RESULT}")):
-        found[path.parts[-4]][path.parts[-3]].append(RunResult.load(path))
-    for methods in found.values():
-        for results in methods.values():
-            results.sort(key=lambda result: result.seed)
-    return {dataset: dict(methods) for dataset, methods in found.items()}
+def rows_of(results: Iterable[RunResult]) -> list[Row]:
+    """Results by what was run, in the order in which that first appears; seeds in order."""
+    found: dict[str, Row] = {}
+    for result in results:
+        config = {n: v for n, v in filled(result.config).items() if n not in ("seed", "weights_sha256", "dataset")}
+        settings = {"method": result.method, **_flat(config), "weights": result.weights_sha256[:8]}
+        found.setdefault(json.dumps([result.dataset, settings], sort_keys=True), Row(settings)).runs.append(result)
+    for row in found.values():
+        row.runs.sort(key=lambda result: result.seed)
+    return list(found.values())
 
 
-def write_summary(out: Path) -> dict[str, Any]:
-    """Write `summary.json` and its Markdown twin over everything below `out`, and return it."""
-    found = collect_results(out)
-    summary = {dataset: {m: summarised(runs) for m, runs in methods.items()} for dataset, methods in found.items()}
-    pages = [
-        f"**{dataset}**, {details(methods)}\n\n"
-        f"{markdown_table(['method', *USUAL], result_rows(best_first(methods), USUAL))}\n"
-        for dataset, methods in found.items()
-    ]
-    write_whole(out / "summary.json", lambda file: file.write(json.dumps(summary, indent=1).encode()))
-    write_whole(out / "summary.md", lambda file: file.write("\n".join(pages).encode()))
-    return summary
+def sections_of(results: Iterable[RunResult]) -> list[Section]:
+    """All results, each dataset's sections in the order in which they first appear."""
+    by_dataset: dict[str, list[Row]] = defaultdict(list)
+    for row in rows_of(results):
+        by_dataset[row.runs[0].dataset].append(row)
+    return [section for dataset, rows in by_dataset.items() for section in _sections(dataset, rows)]
 
 
-def draw_pictures(out: Path, methods: tuple[str, ...] | None = None) -> list[Path]:
-    """An overview per dataset below `out`, of all results there or of `methods` in that order."""
-    drawn = []
-    for dataset, found in collect_results(out).items():
-        chosen = {name: found[name] for name in map(file_name, methods or found) if name in found}
-        if figure := overview_of(dataset, chosen):
-            drawn.append(out / dataset / "overview.png")
-            save_figure(figure, drawn[-1])
-    return drawn
+def _sections(dataset: str, rows: Sequence[Row]) -> list[Section]:
+    of_method: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        of_method[row.method].append(row)
+    varied = {name for same in of_method.values() for name in _differing(same) if "." not in name}
+    found: list[tuple[dict[str, str | None], list[Row]]] = []
+    for row in sorted(rows, key=lambda row: "means" not in row.settings):  # others go with the first that fits them
+        where = {name: row.settings.get(name) for name in sorted(_SHARED | varied)}
+        for there, members in found:
+            if all(there[name] == value or (name in XCONV and value is None) for name, value in where.items()):
+                members.append(row)
+                break
+        else:
+            found.append((where, [row]))
+    sections = []
+    for _, members in found:
+        names = {name for row in members for name in _differing(of_method[row.method]) if "." not in name}
+        apart = {name: members[0].settings.get(name) for name in sorted(names)}
+        sections.append(Section(dataset, named(best_first(members), rows), apart))
+    return sections
 
 
-def overview_of(dataset: str, found: Runs) -> Figure | None:
-    """None where no method learned task after task."""
-    measured = {
-        label: np.stack([result.matrix for result in results])
-        for label, results in zip(_labels(found), found.values(), strict=True)
-    }
-    sequential = {name: stack for name, stack in measured.items() if not np.isnan(stack[:, 0, 0]).any()}
-    config = filled(next(iter(found.values()))[0].config)
-    title = ", ".join([dataset, *_scenarios([config]), config["model"]])
-    return overview_figure(sequential, title=title) if sequential else None
+def named(rows: Sequence[Row], among: Sequence[Row] | None = None) -> dict[str, Row]:
+    """Rows by their method, with its options where those of others differ; a method's file stands without folders."""
+    short = {method: re.sub(r"[^+]*/", "", method) for method in {row.method for row in rows}}
+    by_name = {}
+    for row in rows:
+        same = [other for other in among or rows if other.method == row.method]
+        options = [f"{name}={row.settings.get(name, 'none')}" for name in _differing(same) if "." in name]
+        label = short[row.method] if list(short.values()).count(short[row.method]) == 1 else row.method
+        by_name[f"{label} ({', '.join(options)})" if options else label] = row
+    return by_name
 
 
-def _labels(found: Mapping[str, Sequence[RunResult]]) -> list[str]:
-    """What methods are called in pictures: files of a user's own without their folders, where that tells them apart."""
-    short = [re.sub(r"[^+]*/", "", results[0].method) for results in found.values()]
-    return [name if short.count(label) > 1 else label for name, label in zip(found, short, strict=True)]
+def _differing(rows: Sequence[Row]) -> list[str]:
+    """The settings that are not the same in all rows."""
+    names = dict.fromkeys(name for row in rows for name in row.settings)
+    return [name for name in names if len({row.settings.get(name) for row in rows}) > 1]
+
+
+def numbers_per_task(runs: Sequence[RunResult]) -> int:
+    """The most of any task and run: some methods decide anew for each what it keeps."""
+    return max(task["norm_numbers"] + task["head_numbers"] for run in runs for task in run.tasks)
+
+
+def scenario_words(config: Mapping[str, Any]) -> list[str]:
+    """In words, where the task of a test image is not given."""
+    return [] if config["scenario"] == "task" else [f"{config['scenario']}-incremental (task not given)"]
 
 
 def summary_table(results: Sequence[RunResult]) -> Table:
-    """Methods as rows, best first, mean and 95% interval over seeds."""
-    methods: dict[str, list[RunResult]] = defaultdict(list)
-    for result in results:
-        methods[result.method].append(result)
-    first, seeds = results[0], max(map(len, methods.values()))
-    config, tasks = filled(first.config), f"{len(first.accuracy_matrix)} tasks"
-    about = ", ".join([tasks, *_scenarios([config]), config["model"], f"{seeds} seed(s)"])
+    """Methods as rows, best first: what `confitune run` ends with."""
+    rows = named(best_first(rows_of(results)))
+    config, seeds = filled(results[0].config), max(len(row.runs) for row in rows.values())
+    words = [f"{len(results[0].accuracy_matrix)} tasks", *scenario_words(config), config["model"], f"{seeds} seed(s)"]
+    columns = [*USUAL, "seconds"]
     return terminal_table(
-        ["method", *USUAL, "seconds"],
-        result_rows(best_first(methods), [*USUAL, "seconds"]),
-        title=f"{first.dataset}: {about}",
+        ["method", *columns],
+        Section(results[0].dataset, rows, {}).cells(columns),
+        title=f"{results[0].dataset}: {', '.join(words)}",
         caption="ACC: accuracy over all tasks at the end. FGT: what earlier tasks lost since their best. In percent.",
         bold=0,
     )
 
 
-def shown(values: Sequence[float | None]) -> str:
-    """Mean and 95% interval, '-' where a value is not defined, nothing of nothing."""
-    known = [value for value in values if value is not None]
-    if not known or len(known) < len(values):
-        return "-" if values else ""
-    mean, half, n = mean_and_interval(known)
-    return f"{mean:.1f}" + (f" ± {half:.1f}" if n > 1 else "")
+@dataclass(frozen=True)
+class Comparison:
+    """All settings of one dataset side by side, best accuracy first, with the settings that differ."""
+
+    title: str
+    about: str
+    head: list[str]
+    cells: list[list[str]]
+
+    def markdown(self) -> str:
+        """For a page."""
+        return f"**{self.title}**, {self.about}\n\n{markdown_table(self.head, self.cells)}\n"
+
+    def terminal(self) -> Table:
+        """For a terminal."""
+        return terminal_table(self.head, self.cells, title=f"{self.title}: {self.about}", bold=0)
 
 
-def summarised(results: Sequence[RunResult]) -> dict[str, Any]:
-    """What runs that differ only in their seed say together, and all it takes to repeat them."""
-    entry: dict[str, Any] = {"seeds": [result.seed for result in results]}
-    for name in _METRICS:
-        values = [getattr(result, name) for result in results]
-        if None in values:
-            entry[name] = None
-            continue
-        mean, half, _ = mean_and_interval(values)
-        entry[name] = {"mean": mean, "ci95": None if math.isnan(half) else half, "values": values}
-    same = results[0]
-    return entry | {
-        "config": {key: value for key, value in filled(same.config).items() if key != "seed"},
-        "numbers_per_task": _numbers_per_task(results),
-        "seconds": [result.seconds for result in results],
-        "images_per_second": [result.images_per_second for result in results],
-        "device": same.device,
-        "weights": same.weights,
-        "weights_sha256": same.weights_sha256,
-        "versions": same.versions,
-        "command": same.command,
-    }
-
-
-def _numbers_per_task(results: Sequence[RunResult]) -> list[int]:
-    """The most of any run: some methods decide anew in each what a task keeps."""
-    return [
-        max(task["norm_numbers"] + task["head_numbers"] for task in tasks)
-        for tasks in zip(*(result.tasks for result in results), strict=True)
-    ]
-
-
-def details(methods: Runs) -> str:
-    """What was run, in words: network, tasks, seeds, device and whatever is unusual about it."""
-    configs = [filled(runs[0].config) for runs in methods.values()]
-    config, seeds = configs[0], len(next(iter(methods.values())))
-    words = [config["model"], f"{max(len(runs[0].tasks) for runs in methods.values())} tasks"]
-    if config["pipeline"] != "clean":
-        words.append(f"{config['pipeline']} pipeline")
-    words += _scenarios(configs)
-    if config["held_out"]:
-        words.append(f"tested on {config['held_out']:.0%} of the training images")
-    words += sorted({f"{c['means']} means, {c['statistics']} statistics" for c in configs if c["means"]})
-    devices = dict.fromkeys(runs[0].device for runs in methods.values())
-    return ", ".join([*words, f"{seeds} seed{'s' if seeds > 1 else ''}", f"on {' and '.join(devices)}"])
-
-
-def _scenarios(configs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """In words, where the task of a test image is not given."""
-    unusual = {config["scenario"] for config in configs} - {"task"}
-    return [f"{scenario}-incremental (task not given)" for scenario in sorted(unusual)]
-
-
-def comparison_page(folders: Sequence[Path]) -> str:
-    """All runs below the folders: one table a dataset, best accuracy first, with the options that differ.
-
-    Seeds of one setting are one row.
-    """
-    paths = sorted({path for folder in folders for path in folder.rglob(RESULT)})
-    if not paths:
+def compare(folders: Sequence[Path]) -> list[Comparison]:
+    """All runs below the folders, a table for each dataset; seeds of one setting are one row."""
+    paths = sorted({path for folder in folders for path in folder.rglob(RUNS)})
+    results = [result for path in paths for result in finished_runs(path.parent).values()]
+    if not results:
         where = ", ".join(map(str, folders))
         raise ConfituneError(f"no results below {where}: `confitune run --out FOLDER` writes some")
-    found: dict[str, dict[str, list[RunResult]]] = defaultdict(lambda: defaultdict(list))
-    options: dict[str, dict[str, str]] = {}
-    for result in map(RunResult.load, paths):
-        config = filled(result.config)
-        dataset = result.dataset + (f" ({config['pipeline']})" if config["pipeline"] != "clean" else "")
-        dataset = ", ".join([dataset, *_scenarios([config])])
-        flat = {"method": result.method, **_flat({n: v for n, v in config.items() if n not in _NOT_COMPARED})}
-        setting = json.dumps(flat, sort_keys=True)
-        found[dataset][setting].append(result)
-        options[setting] = flat
-    return "\n".join(f"**{dataset}**, {_compared(settings, options)}\n" for dataset, settings in found.items())
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows_of(results):
+        config = row.config
+        pipeline = f" ({config['pipeline']})" if config["pipeline"] != "clean" else ""
+        found[", ".join([row.runs[0].dataset + pipeline, *scenario_words(config)])].append(row)
+    return [_compared(title, rows) for title, rows in found.items()]
 
 
-def _compared(settings: Runs, options: Mapping[str, Mapping[str, str]]) -> str:
-    """One dataset's; an option that is the same in all settings is not shown."""
-    names = dict.fromkeys(name for setting in settings for name in options[setting])
-    differing = [name for name in names if len({options[setting].get(name) for setting in settings}) > 1]
-    rows = result_rows(best_first(settings), [*USUAL, "seeds"])
-    shown_rows = [[*(options[setting].get(name, "") for name in differing), *cells] for setting, *cells in rows]
-    results = [run for runs in settings.values() for run in runs]
-    devices = ", ".join(dict.fromkeys(run.device for run in results))
-    about = f"{filled(results[0].config)['model']}, {len(results[0].accuracy_matrix)} tasks, on {devices}"
-    return f"{about}\n\n{markdown_table([*differing, *USUAL, 'seeds'], shown_rows)}"
+def _compared(title: str, rows: Sequence[Row]) -> Comparison:
+    """What only some methods have is shown where those that have it differ in it."""
+    of_some = {name for name in _differing(rows) if "." in name or name in XCONV}
+    same = {name for name in of_some if len({row.settings.get(name) for row in rows} - {None}) == 1}
+    columns = ["method", *(name for name in _differing(rows) if name not in {"method", *same})]
+    cells = [
+        [*(row.settings.get(name, "") for name in columns), *row.cells([*USUAL, "seeds"])] for row in best_first(rows)
+    ]
+    runs = [run for row in rows for run in row.runs]
+    devices = ", ".join(dict.fromkeys(run.device for run in runs))
+    about = f"{rows[0].config['model']}, {len(runs[0].accuracy_matrix)} tasks, on {devices}"
+    return Comparison(title, about, [*columns, *USUAL, "seeds"], cells)
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -224,5 +234,5 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping):
             flat |= _flat(value, "" if name == "options" else f"{prefix}{name}.")
         elif value is not None:
-            flat[f"{prefix}{name}"] = f"{value:.3g}" if isinstance(value, float) else str(value)
+            flat[f"{prefix}{name}"] = f"{value:g}" if isinstance(value, float) else str(value)
     return flat

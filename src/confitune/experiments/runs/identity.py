@@ -6,14 +6,14 @@ Version 1 wrote them all. Both are compared by what they say in version 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from confitune.engine import require_same_config
 from confitune.errors import ConfituneError
 from confitune.methods import Method, create_method
 from confitune.settings import DataSettings, NetworkSettings, TrainSettings
@@ -69,9 +69,30 @@ def filled(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**said, "options": options, **{name: DEFAULTS[name] for name in DEFAULTS if name not in said}}
 
 
-def require_same_run(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    """Refuse what another configuration made, whichever version it was written in."""
-    require_same_config(filled(shortened(found)), filled(shortened(wanted)), path)
+def run_key(config: Mapping[str, Any], but: Sequence[str] = ()) -> str:
+    """The same for the same run, whichever version its configuration was written in; without what `but` names.
+
+    >>> run_key({"method": "ewc", "lr": 0.01, "seed": 3}) == run_key({"version": 2, "method": "ewc", "seed": 3.0})
+    True
+    """
+    said = {name: value for name, value in shortened(config).items() if name not in but}
+    return hashlib.sha256(json.dumps(_plain(said), sort_keys=True).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Whole numbers as integers, so that 30 and 30.0 are the same text."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inside) for name, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inside) for inside in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """In which settings two configurations differ, with both values."""
+    before, now = filled(shortened(found)), filled(shortened(wanted))
+    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    return "; ".join(f"{name} was {before.get(name)}, now {now.get(name)}" for name in names)
 
 
 def _usual(config: Mapping[str, Any]) -> Options:

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -28,24 +28,29 @@ from confitune.engine import (
     SequenceRun,
     TensorBoardLog,
     Turns,
+    add_result,
     library_switches,
     place,
+    read_results,
     require_scenario,
     steps_of,
 )
 from confitune.errors import ConfituneError
-from confitune.experiments.runs.identity import require_same_run
+from confitune.experiments.runs.identity import run_key
 from confitune.experiments.runs.recipe import Recipe
 from confitune.files import exclusive, remove_partial
 from confitune.nn import Backbone, ContinualNet, create_backbone
 from confitune.settings import TrainSettings
 from confitune.tasks import Progress, TaskSequence
 
-RESULT, LOCK = "result.json", ".lock"
+RUNS, WORK, LOCK = "runs.jsonl", "runs", ".lock"  # in an experiment's folder: a line for each run, folders of runs
 _LONGEST = 200  # bytes of a name; file systems take 255, and pictures say more than the dataset
 
-# From a network, its tasks, its settings and its folder to listeners that measure something on the way.
-Watch = Callable[[ContinualNet, TaskSequence, TrainSettings, Path], Sequence[Listener]]
+# From a network, its tasks, its settings and its folder to listeners that measure something on the way, and to a
+# function that says what they have measured when the run is over, by name.
+Watch = Callable[
+    [ContinualNet, TaskSequence, TrainSettings, Path], tuple[Sequence[Listener], Callable[[], dict[str, Any]]]
+]
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,9 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where its checkpoints, logs and result go."""
-        return run_folder(self.out, self.recipe.dataset, self.method, self.seed)
+        """Where its checkpoints and logs go; runs of other configurations have others."""
+        names = file_name(self.recipe.dataset), file_name(self.method), f"seed-{self.seed}-{self.key[:8]}"
+        return self.out.joinpath(WORK, *names)
 
     @property
     def label(self) -> str:
@@ -72,28 +78,24 @@ class Job:
         seed = f" seed {self.seed}" if self.recipe.seeds > 1 else ""
         return f"{self.recipe.dataset} {self.method}{seed}"
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
         """What determines its result."""
         return self.recipe.identity(self.method, self.seed, self.weights_sha256)
 
-    def finished(self) -> RunResult | None:
-        """Its result, if it has one; refused if another configuration made it."""
-        path = self.folder / RESULT
-        if not path.exists():
-            return None
-        result = RunResult.load(path)
-        require_same_run(result.config, self.config, path)
-        return result
+    @cached_property
+    def key(self) -> str:
+        """The run's among all finished runs."""
+        return run_key(self.config)
+
+
+def finished_runs(out: Path) -> dict[str, RunResult]:
+    """The runs of an experiment by their keys, as they were finished; of the same run the last."""
+    return {run_key(result.config): result for result in read_results(out / RUNS)}
 
 
 class TrainingError(ConfituneError):
     """A run whose numbers became infinite."""
-
-
-def run_folder(out: Path, dataset: str, method: str, seed: int) -> Path:
-    """`out/<dataset>/<method>/seed-<k>`; paths, and parts of datasets, become plain names."""
-    return out / file_name(dataset) / file_name(method) / f"seed-{seed}"
 
 
 def file_name(name: str) -> str:
@@ -187,11 +189,11 @@ def _one(job: Job, loaded: Loaded, show: Show, busy: Busy, turn: Listener) -> Ru
     with exclusive(job.folder / LOCK, lambda: busy(job)) as held:
         if held:
             remove_partial(job.folder)
-        result = job.finished()  # of the process that was waited for, or that died right after it
+        result = finished_runs(job.out).get(job.key)  # of the process that was waited for, or that died right after it
         if result is None:
             with show(job) as progress:
                 result = _trained(job, loaded, progress, turn)
-            result.save(job.folder / RESULT)
+            add_result(job.out / RUNS, result)
         return result
 
 
@@ -199,7 +201,7 @@ def _trained(job: Job, loaded: Loaded, progress: Listener, turn: Listener) -> Ru
     folder, settings = job.folder, job.recipe.train_settings(job.seed, job.method)
     method = job.recipe.method(job.method)
     net = method.network(copy.deepcopy(loaded.backbone.module))
-    watching = job.watch(net, loaded.sequence, settings, folder) if job.watch else ()
+    watching, measured = job.watch(net, loaded.sequence, settings, folder) if job.watch else ((), dict)
     run = SequenceRun(
         net,
         loaded.sequence,
@@ -216,6 +218,6 @@ def _trained(job: Job, loaded: Loaded, progress: Listener, turn: Listener) -> Ru
     )
     run.resume()
     try:
-        return run.run()
+        return run.run().model_copy(update={"measured": measured()})
     except DivergedError as error:
         raise TrainingError(str(error)) from error

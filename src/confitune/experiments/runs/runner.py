@@ -1,17 +1,18 @@
-"""From a recipe to results: every (method, seed) a run in a folder of its own."""
+"""From a recipe to results: every (method, seed) a run, and a line in the experiment's `runs.jsonl`."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from confitune.engine import BEFORE, CHECKPOINT, Checkpoint, RunResult, command_line
 from confitune.errors import ConfituneError
-from confitune.experiments.reporting.table import write_summary
-from confitune.experiments.runs.job import RESULT, Job, TrainingError, Watch, load_backbone
+from confitune.experiments.reporting.report import write_pages
+from confitune.experiments.runs.identity import differences
+from confitune.experiments.runs.job import Job, TrainingError, Watch, finished_runs, load_backbone
 from confitune.experiments.runs.place import LocalPlace, Place
 from confitune.experiments.runs.recipe import Recipe
 from confitune.files import require_writable
@@ -26,7 +27,7 @@ def run_recipe(
     checkpoint_seconds: float = 30.0,
     watch: Watch | None = None,
 ) -> list[RunResult]:
-    """Run what the recipe asks for and is not done yet; results, logs and summary go below `out`.
+    """Run what the recipe asks for and is not done yet; results, logs and tables go below `out`.
 
     A run that fails does not stop the others; what failed is said when they are done.
 
@@ -39,6 +40,8 @@ def run_recipe(
     """
     place = place or LocalPlace()
     plan = plan_recipe(recipe, out, place, resume=resume, checkpoint_seconds=checkpoint_seconds, watch=watch)
+    if resume and (note := _other_settings(plan)):
+        place.console.print(f"note: {note}", style="yellow", markup=False, highlight=False)
     place.begin(plan.left)
     return finish_plan(plan, place)
 
@@ -49,12 +52,13 @@ class Plan:
 
     out: Path
     jobs: Sequence[Job]
-    done: dict[Path, RunResult]  # by a run's folder
+    done: dict[str, RunResult]  # by key
+    others: list[RunResult]  # other runs that are in `out`
 
     @property
     def left(self) -> list[Job]:
         """What is not done yet."""
-        return [job for job in self.jobs if job.folder not in self.done]
+        return [job for job in self.jobs if job.key not in self.done]
 
 
 def plan_recipe(
@@ -74,9 +78,11 @@ def plan_recipe(
         for method in recipe.methods
         for seed in recipe.run_seeds
     ]
+    finished = finished_runs(out)
     if not resume:
-        refuse_existing(job.folder for job in jobs)
-    plan = Plan(out, jobs, {job.folder: result for job in jobs if (result := job.finished()) is not None})
+        _refuse_existing(jobs, finished)
+    done = {job.key: finished.pop(job.key) for job in jobs if job.key in finished}
+    plan = Plan(out, jobs, done, list(finished.values()))
     for method in dict.fromkeys(job.method for job in plan.left):  # now, not after those that can do it were trained
         recipe.method(method).network(copy.deepcopy(backbone.module))
     for job in plan.left:
@@ -91,17 +97,17 @@ def finish_plan(plan: Plan, place: Place) -> list[RunResult]:
     done = dict(plan.done)
     if done:
         with suppress(OSError):  # nothing may be left to do on a disk that is read-only by now
-            write_summary(plan.out)  # a run that was killed right after its result may have left an older one
+            write_pages(plan.out)  # a run that was killed right after its result may have left an older one
     failures: list[tuple[Job, ConfituneError]] = []
     for job, outcome in place.results(plan.left):
         if isinstance(outcome, RunResult):
-            done[job.folder] = outcome
-            write_summary(plan.out)
+            done[job.key] = outcome
+            write_pages(plan.out)
         else:
             failures.append((job, outcome))
     if failures:
         raise _in_one(sorted(failures, key=lambda failure: plan.jobs.index(failure[0])))
-    return [done[job.folder] for job in plan.jobs]
+    return [done[job.key] for job in plan.jobs]
 
 
 def _in_one(failures: Sequence[tuple[Job, ConfituneError]]) -> ConfituneError:
@@ -115,11 +121,20 @@ def _in_one(failures: Sequence[tuple[Job, ConfituneError]]) -> ConfituneError:
     return TrainingError(message) if diverged else ConfituneError(message)
 
 
-def refuse_existing(folders: Iterable[Path]) -> None:
-    """Refuse to write where a run is, finished or not."""
-    for folder in folders:
-        for name, what in ((RESULT, "a finished run"), (CHECKPOINT, "a broken-off run"), (BEFORE, "a broken-off run")):
-            if (folder / name).exists():
-                raise ConfituneError(
-                    f"{folder} holds {what}: add --resume to take it as it is and go on, or choose another --out folder"
-                )
+def _refuse_existing(jobs: Sequence[Job], finished: Mapping[str, RunResult]) -> None:
+    """Refuse to do what is done or begun."""
+    for job in jobs:
+        begun = any((job.folder / name).exists() for name in (CHECKPOINT, BEFORE))
+        if begun or job.key in finished:
+            what = f"{job.out} holds a {'finished' if job.key in finished else 'broken-off'} run of {job.label}"
+            raise ConfituneError(f"{what}: add --resume to take it as it is and go on, or choose another --out folder")
+
+
+def _other_settings(plan: Plan) -> str:
+    """What to say where a run will be done that is there with other settings: these may not have been meant."""
+    for job in plan.left:
+        for other in plan.others:
+            if (other.dataset, other.method, other.seed) == (job.recipe.dataset, job.method, job.seed):
+                what = f"{plan.out} has {job.label} with other settings ({differences(other.config, job.config)})"
+                return f"{what}; it stays, and this is another run"
+    return ""

@@ -1,4 +1,4 @@
-"""Hyperparameter search: what is tried, in a folder for each value, which value wins, and the winner on everything.
+"""Hyperparameter search: what is tried, which value wins, and the winner on everything.
 
 As in the paper (appendix): a tenth of every task's training images is held out, each value of the grid is trained on
 the rest and tested on the held-out images, and the best one is trained again on everything.
@@ -21,13 +21,12 @@ from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.catalog import paper_search
 from confitune.experiments.paper.numbers import searched
-from confitune.experiments.reporting.render import terminal_table
-from confitune.experiments.reporting.table import collect_results, shown, summarised
+from confitune.experiments.reporting.render import shown, terminal_table
 from confitune.experiments.runs.identity import Value, options_of, options_set, value_text
-from confitune.experiments.runs.job import TrainingError, file_name
+from confitune.experiments.runs.job import TrainingError
 from confitune.experiments.runs.place import LocalPlace, Place
 from confitune.experiments.runs.recipe import Recipe, make_recipe, read_value
-from confitune.experiments.runs.runner import finish_plan, plan_recipe, refuse_existing, run_recipe
+from confitune.experiments.runs.runner import finish_plan, plan_recipe
 from confitune.files import write_whole
 from confitune.methods import create_method
 
@@ -62,10 +61,6 @@ class Search:
         ['ewc.strength=100000', 'ewc.strength=300000']
         """
         return f"{self.place}={value_text(value)}"
-
-    def folder(self, value: Value) -> str:
-        """What the folder of a grid point is called."""
-        return f"{file_name(self.part)}.{self.option}={value_text(value)}"
 
     def retraining(self, value: Value) -> Recipe:
         """The recipe with this value, on all training images."""
@@ -174,8 +169,7 @@ def run_search(
 ) -> tuple[list[Point], list[RunResult]]:
     """Try every value, write what came out below `out`, and train the winner again on all training images.
 
-    Below `out`: `grid/<part.option=value>/` and `retrained/<part.option=value>/` as `run_recipe` writes them,
-    `search.json` and, for `confitune run`, `winner.yaml`.
+    In `out`: all runs as `run_recipe` writes them, `search.json` and, for `confitune run`, `winner.yaml`.
 
     Args:
         place: where runs are done (`open_place`); default: here, one after the other, without a word.
@@ -186,12 +180,7 @@ def run_search(
         What each value gave on the held-out images, and the results of the retraining (none without it).
     """
     place = place or LocalPlace()
-    folders = {value: out / "grid" / search.folder(value) for value in search.grid}
-    if collect_results(out):
-        raise ConfituneError(f"{out} holds results of `confitune run`: choose another --out folder for the search")
-    if not resume:
-        refuse_existing(run.parent for folder in folders.values() for run in folder.glob("*/*/seed-*/*"))
-    plans = [plan_recipe(search.validation(v), folder, place, resume=resume) for v, folder in folders.items()]
+    plans = [plan_recipe(search.validation(value), out, place, resume=resume) for value in search.grid]
     place.begin([job for plan in plans for job in plan.left])
     points: list[Point] = []
     for value, plan in zip(search.grid, plans, strict=True):
@@ -211,8 +200,9 @@ def run_search(
     if retrain:
         what = f"retraining {search.method} with {search.name(best.value)} on all training images"
         place.console.print(what, markup=False, highlight=False)
-        folder = out / "retrained" / search.folder(best.value)
-        results = run_recipe(search.retraining(best.value), folder, place=place, resume=resume)
+        plan = plan_recipe(search.retraining(best.value), out, place, resume=True)
+        place.begin(plan.left)
+        results = finish_plan(plan, place)
     write_search(search, points, out, results)
     return points, results
 
@@ -249,7 +239,7 @@ def write_search(search: Search, points: list[Point], out: Path, retrained: list
     """Write `search.json`."""
     best = winner(points)
     whole = len(points) == len(search.grid)
-    entries = [{"value": p.value, **({"failure": p.failure} if p.failure else summarised(p.results))} for p in points]
+    entries = [{"value": p.value, **({"failure": p.failure} if p.failure else _summary(p.results))} for p in points]
     found = {
         "dataset": search.recipe.dataset,
         "method": search.method,
@@ -258,10 +248,14 @@ def write_search(search: Search, points: list[Point], out: Path, retrained: list
         "held_out": search.held_out,
         "points": entries,
         "winner": best.value if best and whole else None,
-        "retrained": summarised(retrained) if retrained else None,
+        "retrained": _summary(retrained) if retrained else None,
     }
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / "search.json", lambda file: file.write(json.dumps(found, indent=1).encode()))
+
+
+def _summary(results: Sequence[RunResult]) -> dict[str, Any]:
+    return {name: [getattr(result, name) for result in results] for name in ("seed", "acc", "fgt", "seconds")}
 
 
 def write_winner(search: Search, best: Point, out: Path) -> None:
