@@ -1,6 +1,5 @@
 """The command line, from arguments to exit code, output and files."""
 
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ from confitune import cli, metrics
 from confitune.engine import SequenceRun
 from confitune.engine.checkpoint import values_of
 from confitune.errors import ConfituneError
-from confitune.experiments import finished_runs, plan_search
+from confitune.experiments import finished_runs, plan_search, read_recipe
 from confitune.experiments.runs.identity import filled
 from confitune.files import read_sealed
 from confitune.methods import METHODS
@@ -699,7 +698,7 @@ def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tm
     said = confitune(*arguments)
     assert said.code == 0
     assert "grid point 1 of 2: ewc.strength=1\n" in said.out
-    best = json.loads((out / "search.json").read_text())["winner"]
+    best = read_recipe(out / "winner.yaml")["options"]["ewc"]["strength"]
     for strength in (1, 100):
         chosen = {"ewc": {"strength": float(strength)}}
         result = run_of(out, "ewc", held_out=0.1, options=chosen)

@@ -140,7 +140,7 @@ def read_results(path: Path) -> list[RunResult]:
     """
     try:
         *lines, _ = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise ConfituneError(f"{path} cannot be read: {error.strerror or error}") from error

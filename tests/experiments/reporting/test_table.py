@@ -231,22 +231,25 @@ def runs(tmp_path):
 def test_seeds_are_one_row_and_only_what_differs_is_shown(runs):
     (comparison,) = compare([runs])
     usual = ["ACC ↑", "FGT ↓", "when learned", "numbers a task", "seeds"]
-    assert comparison.head == ["method", "lr", *usual]  # what only one has, it need not be told apart by
-    assert [row[:3] for row in comparison.cells] == [
-        ["confit", "0.03", "94.0, 95.0"],
-        ["confit", "0.01", "90.0, 91.0"],
-        ["finetune", "0.01", "80.0, 82.0"],
+    assert comparison.head == ["method", "lr", "cpr.beta", *usual]
+    assert [row[:4] for row in comparison.cells] == [
+        ["confit", "0.03", "0.333333", "94.0, 95.0"],
+        ["confit", "0.01", "", "90.0, 91.0"],
+        ["finetune", "0.01", "", "80.0, 82.0"],
     ]
-    assert comparison.cells[0][-1] == "2"
+    assert [row[-1] for row in comparison.cells] == ["2"] * 3
     page = comparison.markdown()
     assert page.startswith("**digits**, test_byobnet, 2 tasks, on cpu\n\n| method | lr |")
 
 
-def test_an_option_that_differs_is_a_column(runs):
-    saved(runs, result("confit", options={"cpr": {"beta": 0.5}}))
+def test_what_a_method_is_always_run_with_stands_in_the_last_column(runs):
+    saved(runs, result("best", optimizer="adamw", warmup=0.1), result("ewc", options={"ewc": {"strength": 7.0}}))
     (comparison,) = compare([runs])
-    assert comparison.head[:3] == ["method", "lr", "cpr.beta"]
-    assert {row[2] for row in comparison.cells} == {"0.333333", "0.5", ""}
+    assert (comparison.head[:3], comparison.head[-1]) == (["method", "lr", "cpr.beta"], "otherwise")
+    assert {row[0]: row[-1] for row in comparison.cells} == {
+        **dict.fromkeys(("confit", "finetune", "ewc"), ""),
+        "best": "optimizer=adamw, warmup=0.1",
+    }
 
 
 def test_a_result_is_counted_once(runs):
@@ -265,7 +268,8 @@ def test_the_command_prints_and_writes(runs, tmp_path):
     assert out.read_text() == said.stdout == compare([runs])[0].markdown()
 
 
-def test_in_a_terminal_it_is_a_table(runs, monkeypatch, capsys):
-    monkeypatch.setattr("confitune.cli.training.Console", lambda: Console(force_terminal=True, width=120))
+def test_in_a_terminal_it_is_a_table(runs, monkeypatch):
+    console = Console(force_terminal=True, width=120, file=io.StringIO(), color_system=None)
+    monkeypatch.setattr("confitune.cli.training.Console", lambda: console)
     assert CliRunner().invoke(app, ["compare", str(runs)]).exit_code == 0
-    assert row_of(printed(compare([runs])[0].terminal()), "finetune")[:3] == ["finetune", "0.01", "80.0, 82.0"]
+    assert row_of(console.file.getvalue(), "finetune")[:4] == ["finetune", "0.01", "", "80.0, 82.0"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,9 +116,7 @@ def sections_of(results: Iterable[RunResult]) -> list[Section]:
 
 
 def _sections(dataset: str, rows: Sequence[Row]) -> list[Section]:
-    of_method: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        of_method[row.method].append(row)
+    of_method = _by_method(rows)
     varied = {name for same in of_method.values() for name in _differing(same) if "." not in name}
     found: list[tuple[dict[str, str | None], list[Row]]] = []
     for row in sorted(rows, key=lambda row: "means" not in row.settings):  # others go with the first that fits them
@@ -147,6 +145,13 @@ def named(rows: Sequence[Row], among: Sequence[Row] | None = None) -> dict[str, 
         label = short[row.method] if list(short.values()).count(short[row.method]) == 1 else row.method
         by_name[f"{label} ({', '.join(options)})" if options else label] = row
     return by_name
+
+
+def _by_method(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        found[row.method].append(row)
+    return found
 
 
 def _differing(rows: Sequence[Row]) -> list[str]:
@@ -214,17 +219,25 @@ def compare(folders: Sequence[Path]) -> list[Comparison]:
 
 
 def _compared(title: str, rows: Sequence[Row]) -> Comparison:
-    """What only some methods have is shown where those that have it differ in it."""
-    of_some = {name for name in _differing(rows) if "." in name or name in XCONV}
-    same = {name for name in of_some if len({row.settings.get(name) for row in rows} - {None}) == 1}
-    columns = ["method", *(name for name in _differing(rows) if name not in {"method", *same})]
-    cells = [
-        [*(row.settings.get(name, "") for name in columns), *row.cells([*USUAL, "seeds"])] for row in best_first(rows)
-    ]
+    """A column for each setting that some method was run with in several ways; in the last what else is unusual."""
+    varied = {name for same in _by_method(rows).values() for name in _differing(same)}
+    columns = ["method", *(name for name in _differing(rows) if name in varied)]
+    usual = {}
+    for name in _differing(rows):
+        if name not in columns:
+            (usual[name], _), *_ = Counter(row.settings[name] for row in rows if name in row.settings).most_common(1)
+    cells = []
+    for row in best_first(rows):
+        other = [f"{name}={row.settings[name]}" for name in usual if row.settings.get(name, usual[name]) != usual[name]]
+        settings = [row.settings.get(name, "") for name in columns]
+        cells.append([*settings, *row.cells([*USUAL, "seeds"]), ", ".join(other)])
     runs = [run for row in rows for run in row.runs]
     devices = ", ".join(dict.fromkeys(run.device for run in runs))
     about = f"{rows[0].config['model']}, {len(runs[0].accuracy_matrix)} tasks, on {devices}"
-    return Comparison(title, about, [*columns, *USUAL, "seeds"], cells)
+    head = [*columns, *USUAL, "seeds", "otherwise"]
+    if not any(row[-1] for row in cells):
+        head, cells = head[:-1], [row[:-1] for row in cells]
+    return Comparison(title, about, head, cells)
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -6,7 +6,6 @@ the rest and tested on the held-out images, and the best one is trained again on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,7 +168,7 @@ def run_search(
 ) -> tuple[list[Point], list[RunResult]]:
     """Try every value, write what came out below `out`, and train the winner again on all training images.
 
-    In `out`: all runs as `run_recipe` writes them, `search.json` and, for `confitune run`, `winner.yaml`.
+    In `out`: all runs as `run_recipe` writes them and, for `confitune run`, `winner.yaml`.
 
     Args:
         place: where runs are done (`open_place`); default: here, one after the other, without a word.
@@ -191,7 +190,6 @@ def run_search(
         except TrainingError as error:
             points.append(Point(value, failure=str(error)))
             place.console.print(f"failed: {error}", style="yellow", markup=False, highlight=False)
-        write_search(search, points, out)
     best = winner(points)
     if best is None:
         raise ConfituneError(f"no value of {search.place} could be trained; the first said: {points[0].failure}")
@@ -203,7 +201,6 @@ def run_search(
         plan = plan_recipe(search.retraining(best.value), out, place, resume=True)
         place.begin(plan.left)
         results = finish_plan(plan, place)
-    write_search(search, points, out, results)
     return points, results
 
 
@@ -233,29 +230,6 @@ def edge_note(search: Search, points: list[Point]) -> str:
         return ""
     end, beyond = ("smallest", "smaller") if best.value == search.grid[0] else ("largest", "larger")
     return f"{search.name(best.value)} is the {end} value tried; a {beyond} one may be better: try it with --grid"
-
-
-def write_search(search: Search, points: list[Point], out: Path, retrained: list[RunResult] | None = None) -> None:
-    """Write `search.json`."""
-    best = winner(points)
-    whole = len(points) == len(search.grid)
-    entries = [{"value": p.value, **({"failure": p.failure} if p.failure else _summary(p.results))} for p in points]
-    found = {
-        "dataset": search.recipe.dataset,
-        "method": search.method,
-        "option": search.place,
-        "grid": list(search.grid),
-        "held_out": search.held_out,
-        "points": entries,
-        "winner": best.value if best and whole else None,
-        "retrained": _summary(retrained) if retrained else None,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / "search.json", lambda file: file.write(json.dumps(found, indent=1).encode()))
-
-
-def _summary(results: Sequence[RunResult]) -> dict[str, Any]:
-    return {name: [getattr(result, name) for result in results] for name in ("seed", "acc", "fgt", "seconds")}
 
 
 def write_winner(search: Search, best: Point, out: Path) -> None:
