@@ -157,7 +157,9 @@ def test_the_task_of_test_images_may_not_be_given(confitune, tiny, tmp_path):
             "run", *tiny, *methods, "--scenario", "class", "--seeds", 2, "--parallel-seeds", parallel, "--out", out
         )
         assert said.code == 0
-        assert "digits: 2 tasks, class-incremental (task not given), test_byobnet, 2 seed(s)" in said.out
+        assert "digits: test_byobnet, 2 tasks, class-incremental (task not given), 2 seeds, on cpu" in " ".join(
+            said.out.split()
+        )
         results = sorted(finished_runs(out).values(), key=lambda result: (result.method, result.seed))
         assert {result.config["scenario"] for result in results} == {"class"}
         found.append([(result.method, result.seed, result.accuracy_matrix) for result in results])
@@ -337,7 +339,7 @@ def test_resume_with_another_configuration_says_so_and_adds_runs(confitune, ran)
     before = finished_runs(out)
     said = confitune(*arguments, "--resume", "--lr", "0.5")
     assert said.code == 0
-    assert "with other settings (lr was 0.01, now 0.5); it stays, and this is another run" in " ".join(said.out.split())
+    assert "with other settings (lr was 0.01, now 0.5); it stays, this is another run" in " ".join(said.out.split())
     assert before.items() < finished_runs(out).items()
     table = (out / "table.md").read_text()
     assert ("lr 0.01" in table, "lr 0.5" in table) == (True, True)

@@ -1,7 +1,7 @@
 """The loop: fit a task, evaluate, checkpoint, resume, capture."""
 
 from confitune.engine.capture import Executor, library_switches
-from confitune.engine.checkpoint import BEFORE, CHECKPOINT, Checkpoint, require_same_config
+from confitune.engine.checkpoint import BEFORE, CHECKPOINT, Checkpoint, differences
 from confitune.engine.evaluation import evaluate
 from confitune.engine.events import EpochEnd, Listener
 from confitune.engine.feed import batches, place, place_task
@@ -35,6 +35,7 @@ __all__ = [
     "batches",
     "command_line",
     "decoding_bar",
+    "differences",
     "epochs_of",
     "evaluate",
     "fit",
@@ -44,7 +45,6 @@ __all__ = [
     "place_task",
     "progress_board",
     "read_results",
-    "require_same_config",
     "require_scenario",
     "steps_of",
     "summary_of",

@@ -1,6 +1,6 @@
 """Recipe -> runs -> summary and pictures."""
 
-from confitune.experiments.catalog import matching_models, method_options, method_page, methods_table, report_model
+from confitune.experiments.catalog import matching_models, method_options, method_page, methods_table, models_table
 from confitune.experiments.paper.plan import Scope, read_scope
 from confitune.experiments.paper.reproduce import reproduce
 from confitune.experiments.reporting.render import terminal_table
@@ -27,11 +27,11 @@ __all__ = [
     "method_options",
     "method_page",
     "methods_table",
+    "models_table",
     "open_place",
     "plan_search",
     "read_recipe",
     "read_scope",
-    "report_model",
     "reproduce",
     "run_recipe",
     "run_search",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -141,19 +141,6 @@ WELL_KNOWN = (
 )
 
 
-@dataclass(frozen=True)
-class ModelReport:
-    """What conversion makes of a network; numbers per task without the head."""
-
-    name: str
-    parameters: int = 0
-    norms: int = 0
-    recovered: int = 0
-    phase_numbers: int = 0
-    window_numbers: int = 0
-    problem: str = ""
-
-
 def matching_models(pattern: str | None) -> list[str]:
     """Names that match a pattern such as '*resnet*' (a pre-training tag is ignored); without one, the well-known."""
     if pattern is None:
@@ -162,23 +149,28 @@ def matching_models(pattern: str | None) -> list[str]:
     return fnmatch.filter(model_names(), wild) or fnmatch.filter(model_names(), pattern.split(".")[0])
 
 
-def report_model(name: str) -> ModelReport:
-    """Convert a network without weights, on the meta device: nothing is computed or downloaded."""
+def model_row(name: str) -> list[str]:
+    """Parameters, batch norms, those recovered, and numbers a task by input means; or why a network does not convert.
+
+    It is converted without weights, on the meta device: nothing is computed or downloaded.
+    """
     try:
-        numbers = {}
-        for means in get_args(Means):
+        numbers = []
+        for means in sorted(get_args(Means)):
             norms = XconvNorms(means)
             net = ContinualNet(without_memory(name), [norms, Head()])
-            numbers[means] = net.numbers_per_task
-        return ModelReport(
-            name=name,
-            parameters=sum(p.numel() for p in net.backbone.parameters()),
-            norms=len(norms.pairs) + len(norms.fallbacks),
-            recovered=len(norms.pairs),
-            phase_numbers=numbers["phase"],
-            window_numbers=numbers["window"],
-        )
+            numbers.append(net.numbers_per_task)
+        parameters = sum(p.numel() for p in net.backbone.parameters())
+        counts = (len(norms.pairs) + len(norms.fallbacks), len(norms.pairs), *numbers)
+        return [name, f"{parameters / 1e6:.1f}M", *(f"{count:,}" for count in counts)]
     except NoBatchNormError:
-        return ModelReport(name, problem="has no batch norm")
+        return [name, "has no batch norm"]
     except (ConfituneError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        return ModelReport(name, problem=str(error).splitlines()[0])
+        return [name, str(error).splitlines()[0]]
+
+
+def models_table(names: Iterable[str]) -> Table:
+    """Networks as rows."""
+    caption = "phase, window: numbers a task with these input means, without its head"
+    head = ["model", "weights", "BNs", "recovered", *sorted(get_args(Means))]
+    return terminal_table(head, [model_row(name) for name in names], caption=caption)

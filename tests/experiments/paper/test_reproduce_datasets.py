@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from confitune import cli
 from confitune.engine.result import summary_of
 from confitune.experiments import finished_runs
-from confitune.experiments.paper.numbers import chosen_options, reported, reported_datasets
+from confitune.experiments.paper.numbers import chosen_options, reported, reported_counts
 from confitune.experiments.paper.plan import Scope
 from confitune.experiments.paper.reproduce import reproduce
 from confitune.experiments.runs.identity import filled
@@ -195,7 +195,7 @@ def test_every_method_stands_beside_the_papers_numbers_of_the_dataset(table1, da
 def test_tasks_are_the_papers(table1, dataset):
     """Classes in the order of seed 0, as many a task as the paper has, the first two tasks in quick runs."""
     out, _, _ = table1
-    size = reported_datasets()[dataset]["classes_per_task"]
+    size = reported_counts("datasets")[dataset]["classes_per_task"]
     order = torch.randperm(len(NAMES[dataset]), generator=torch.Generator().manual_seed(0)).tolist()
     names = [NAMES[dataset][i] for i in order]
     for method in METHODS:
@@ -289,7 +289,7 @@ def test_a_dataset_without_the_papers_pipeline_is_taken_clean(small, tmp_path):
 
 def test_datasets_are_cut_as_the_paper_has_them(small, tmp_path):
     (outcome,) = reproduce(["datasets"], Scope(tmp_path, SETS, given=small))
-    paper, left_over = reported_datasets(), {"cifar100": 0, "cub200": 0, "caltech101": 1, "flowers102": 2}
+    paper, left_over = reported_counts("datasets"), {"cifar100": 0, "cub200": 0, "caltech101": 1, "flowers102": 2}
     assert list(outcome.data) == list(SETS)
     for dataset, found in outcome.data.items():
         told, (train, test) = paper[dataset], IMAGES[dataset]

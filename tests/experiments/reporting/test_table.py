@@ -159,7 +159,7 @@ def test_the_table_shows_mean_and_interval():
     assert row[1] == f"{np.mean(acc):.1f} ± {half:.1f}"
     assert row[4:] == ["1,035", "12"]  # numbers a task; mean of 10 to 13 seconds, 11.5
     assert row_of(text, "joint") == ["joint", "85.0", "-", "-", "1,035", "10"]
-    assert "digits: 2 tasks, test_byobnet, 4 seed(s)" in text
+    assert "digits: test_byobnet, 2 tasks, window means, running statistics, 4 seeds, on cpu" in " ".join(text.split())
 
 
 def test_one_seed_is_shown_without_an_interval():
@@ -176,7 +176,9 @@ def test_the_best_method_stands_out():
 
 
 def test_a_path_with_brackets_is_shown_as_it_is():
-    assert "folder:/data/[cats]/x: 2 tasks" in printed(summary_table([result(dataset="folder:/data/[cats]/x")]))
+    assert "folder:/data/[cats]/x: test_byobnet, 2 tasks" in printed(
+        summary_table([result(dataset="folder:/data/[cats]/x")])
+    )
     assert "│ [x].py:Mine " in printed(summary_table([result("/data/cats/[x].py:Mine")]))
 
 

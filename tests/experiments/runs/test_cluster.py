@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -373,7 +374,7 @@ def test_other_weights_on_a_node_are_refused(errand, tmp_path):
     next(iter(state.values()))[0] += 1
     torch.save(state, tmp_path / "other.pth")
     other = job.recipe.model_copy(update={"weights": str(tmp_path / "other.pth")})
-    (error,) = work(changed(errand, jobs=(type(job)(**{**vars(job), "recipe": other}),)))
+    (error,) = work(changed(errand, jobs=(replace(job, recipe=other),)))
     assert "the weights of test_byobnet (other.pth) are not those that this run was planned with" in str(error)
 
 

@@ -95,9 +95,9 @@ def test_joint_is_refused_before_anything_is_trained(mixed, tmp_path, monkeypatc
 
 def test_what_is_left_out_is_the_first_datasets():
     first = make_recipe({"dataset": "cub200:1-2+photos:1", "methods": ["mas"]})
-    assert (first.train_settings(0).epochs, first.train_settings(0).batch_size) == (50, 32)
+    assert (first.train_settings(0, "finetune").epochs, first.train_settings(0, "finetune").batch_size) == (50, 32)
     other = make_recipe({"dataset": "photos:1+cub200:1-2", "methods": ["mas"]})
-    assert (other.train_settings(0).epochs, other.train_settings(0).batch_size) == (5, 16)
+    assert (other.train_settings(0, "finetune").epochs, other.train_settings(0, "finetune").batch_size) == (5, 16)
     chosen = [
         filled(make_recipe({"dataset": name}).identity("mas", 0, ""))["options"]["mas"]
         for name in ("cub200", "cub200:1-2+photos:1", "photos:1+cub200:1-2", "photos")

@@ -25,9 +25,9 @@ def test_the_default_compares_finetune_and_confit_on_photos():
 @pytest.mark.parametrize("dataset", [name for name in DATASETS if name != "folder"])
 def test_epochs_and_batch_size_come_from_the_dataset_unless_given(dataset):
     info = DATASETS[dataset]
-    settings = make_recipe({"dataset": dataset}).train_settings(seed=3)
+    settings = make_recipe({"dataset": dataset}).train_settings(3, "finetune")
     assert (settings.epochs, settings.batch_size, settings.seed) == (info.epochs, info.batch_size, 3)
-    settings = make_recipe({"dataset": dataset, "epochs": 3, "batch_size": 7}).train_settings(0)
+    settings = make_recipe({"dataset": dataset, "epochs": 3, "batch_size": 7}).train_settings(0, "finetune")
     assert (settings.epochs, settings.batch_size) == (3, 7)
 
 
@@ -65,7 +65,7 @@ def test_every_training_option_reaches_the_settings():
         "precision": "bf16",
         "device": "cpu",
     }
-    settings = make_recipe(given).train_settings(0)
+    settings = make_recipe(given).train_settings(0, "finetune")
     assert {name: getattr(settings, name) for name in given} == given
 
 

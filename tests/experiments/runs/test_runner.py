@@ -185,7 +185,7 @@ def test_another_configuration_is_another_run_and_what_differs_is_said(finished,
     console = Console(file=io.StringIO(), width=500)
     recipe = make_recipe({**values, "lr": 0.5, "methods": ["finetune"]})
     (result,) = run_recipe(recipe, finished, resume=True, place=LocalPlace(console))
-    told = f"note: {finished} has digits finetune with other settings (lr was 0.01, now 0.5); it stays, and this is"
+    told = f"note: {finished} has digits finetune with other settings (lr was 0.01, now 0.5); it stays, this is"
     assert console.file.getvalue().startswith(told)
     assert started == [("finetune", 0)]
     assert {path: content for path, content in contents(finished / "runs").items() if path in before} == before

@@ -24,7 +24,7 @@ from confitune.analysis import (
     transductive_accuracy,
 )
 from confitune.engine import Listener
-from confitune.experiments.paper.numbers import reported_storage
+from confitune.experiments.paper.numbers import reported_counts
 from confitune.experiments.paper.outcome import Outcome, picture_name
 from confitune.experiments.paper.plan import ABLATION, TABLE1, Part, Scope, by_dataset, by_method, reproduces
 from confitune.experiments.reporting.figures import Lines, curves_figure, draw_panels, save_figure
@@ -64,7 +64,7 @@ def curves(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
 def storage(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Numbers stored in addition to the pre-trained network as tasks grow."""
     outcome = Outcome(what="storage", title="Numbers stored as tasks grow")
-    told = reported_storage()
+    told = reported_counts("storage_numbers")
     for dataset in scope.datasets:
         recipe = scope.recipe(dataset, "confit")
         tasks = list(range(1, 1 + (recipe.tasks or dataset_info(dataset).tasks or 10)))
@@ -84,7 +84,7 @@ def storage(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             scope.out / outcome.pictures[-1],
             title=f"{dataset}: numbers kept between tasks",
             x="tasks",
-            y={heading: "numbers (logarithmic above 1,000)"},
+            y="numbers (logarithmic above 1,000)",
             scale="symlog",
         )
         outcome.data[dataset] = {"model": recipe.model, "kept": kept}
@@ -150,7 +150,7 @@ def shift(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             for heading, measured in (("D1: how far representations moved", d1), ("D2 - D0: what was added", added))
         }
         picture = picture_name("shift", dataset)
-        y = dict.fromkeys(panels, "Euclidean norm over channels")
+        y = "Euclidean norm over channels"
         title = f"{dataset}: the first task's representation after the last task"
         draw_panels(panels, scope.out / picture, title=title, x="convolution, from the input on", y=y)
         outcome.pictures.append(picture)

@@ -50,14 +50,12 @@ def reported(table: str) -> dict[str, dict[str, Reported]]:
     return {method: {d: Reported(**cell) for d, cell in row.items()} for method, row in _data()[table].items()}
 
 
-def reported_datasets() -> dict[str, dict[str, int]]:
-    """Appendix, table 1: tasks, classes a task, training and test images."""
-    return dict(_data()["datasets"])
+def reported_counts(of: str) -> dict[str, Any]:
+    """'datasets': tasks, classes a task, training and test images of each (appendix, table 1).
 
-
-def reported_storage() -> dict[str, int]:
-    """Numbers that a task adds (confit, ccll), or that are kept once (regularisation), as the text rounds them."""
-    return dict(_data()["storage_numbers"])
+    'storage_numbers': that a task adds (confit, ccll), or that are kept once (regularisation), as the text rounds them.
+    """
+    return dict(_data()[of])
 
 
 def chosen_options(dataset: str) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, computed_field
 
 from confitune.engine import RunResult, command_line, summary_of, versions
 from confitune.experiments.paper.numbers import Reported
@@ -31,11 +31,13 @@ class Cell(BaseModel):
     paper_interval: float | None
     recovered: float | None = None  # measured with the mean of a task that was just learned recovered, too
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def difference(self) -> float | None:
         """Measured minus the paper's."""
         return None if self.paper is None else self.measured - self.paper
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def verdict(self) -> str:
         """Where the measured mean lies: inside the paper's interval, above or below it.
@@ -140,10 +142,8 @@ def write_outcomes(out: Path, outcomes: Sequence[Outcome]) -> None:
     path = out / "outcomes.json"
     records = json.loads(path.read_bytes()) if path.exists() else {}
     for outcome in outcomes:
-        record = outcome.model_dump(mode="json")
-        for cell, told in zip(record["cells"], outcome.cells, strict=True):
-            cell |= {"difference": told.difference, "verdict": told.verdict}
-        records[outcome.what] = record | {"versions": versions(), "command": command_line()}
+        made = {"versions": versions(), "command": command_line()}
+        records[outcome.what] = outcome.model_dump(mode="json") | made
         _write(out / f"{outcome.what}.md", outcome.markdown())
     _write(path, json.dumps(records, indent=1))
     pages = "\n".join(f"- [{record['title']}]({what}.md)" for what, record in records.items())

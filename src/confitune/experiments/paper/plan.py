@@ -133,22 +133,15 @@ Write = Callable[[Scope, Sequence[Part], Place], Outcome]
 Needs = tuple[Sequence[str], Mapping[str, Any]]  # methods, and recipe values
 
 
-@dataclass(frozen=True)
-class Reproduction:
-    """A table or figure: which runs it needs, and what makes an outcome of them."""
-
-    write: Write
-    needs: Sequence[Needs]
-
-
-REPRODUCTIONS: dict[str, Reproduction] = {}  # by name, in the order of `all`
+# By name, in the order of `all`: what makes an outcome of runs, and which it needs.
+REPRODUCTIONS: dict[str, tuple[Write, Sequence[Needs]]] = {}
 
 
 def reproduces(what: str, *needs: Needs) -> Callable[[Write], Write]:
     """Register a table or figure under this name."""
 
     def register(write: Write) -> Write:
-        REPRODUCTIONS[what] = Reproduction(write, needs)
+        REPRODUCTIONS[what] = write, needs
         return write
 
     return register
@@ -156,7 +149,7 @@ def reproduces(what: str, *needs: Needs) -> Callable[[Write], Write]:
 
 def parts_of(what: str, scope: Scope) -> list[Part]:
     """The runs that `what` needs; some of them may be done."""
-    needs, parts = REPRODUCTIONS[what].needs, []
+    (_, needs), parts = REPRODUCTIONS[what], []
     for dataset in scope.datasets:
         for methods, values in needs:
             if "model" in values and (scope.quick or scope.given.get("weights")):  # given weights are another network's
@@ -169,13 +162,9 @@ def parts_of(what: str, scope: Scope) -> list[Part]:
     return parts
 
 
-def by_method(parts: Sequence[Part]) -> dict[str, list[RunResult]]:
+def by_method(parts: Sequence[Part]) -> dict[str, Sequence[RunResult]]:
     """Results by method, of the runs that are done."""
-    found: dict[str, list[RunResult]] = {}
-    for part in parts:
-        if part.results:
-            found.setdefault(part.method, []).extend(part.results)
-    return found
+    return {part.method: part.results for part in parts if part.results}
 
 
 def by_dataset(parts: Sequence[Part]) -> dict[str, list[Part]]:

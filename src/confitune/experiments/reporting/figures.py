@@ -182,14 +182,12 @@ def save_figure(figure: Figure, path: Path) -> None:
     write_whole(path, lambda out: write_png(figure, out))
 
 
-def draw_panels(
-    panels: Mapping[str, Lines], path: Path, *, title: str, x: str, y: Mapping[str, str], scale: str = "linear"
-) -> None:
+def draw_panels(panels: Mapping[str, Lines], path: Path, *, title: str, x: str, y: str, scale: str = "linear") -> None:
     """Line plots by their headings side by side, one legend; the scale 'symlog' is logarithmic with a place for 0."""
     figure = Figure(figsize=(max(4.6 * len(panels), 5.2), 3.9), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11, fontweight="bold")
     for axes, (name, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        _panel(axes, lines, name, x, y[name], scale)
+        _panel(axes, lines, name, x, y, scale)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if len(labels) > 1:
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)

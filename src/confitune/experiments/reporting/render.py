@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -15,12 +16,12 @@ FEW = 3  # runs: below that an interval says more of Student's t than of them
 
 
 def shown(values: Sequence[float | None], digits: int = 1) -> str:
-    """Mean and 95% interval, of few runs each; '-' where a value is not defined, nothing of nothing.
+    """Mean and 95% interval, of few runs each; '-' where a value is not defined (or NaN), nothing of nothing.
 
     >>> shown([86.0, 87.0, 85.5]), shown([86.0, 87.0]), shown([2.0], 2), shown([None])
     ('86.2 ± 1.9', '86.0, 87.0', '2.00', '-')
     """
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not None and not math.isnan(value)]
     if not known or len(known) < len(values):
         return "-" if values else ""
     if len(known) < FEW:

@@ -107,7 +107,7 @@ def write_report(folder: Path, out: Path | None = None, title: str | None = None
     started = (path for path in sorted((folder / WORK).glob("*/*/seed-*")) if path.is_dir())
     known = {key[:8] for key in found}
     unfinished = ["/".join(path.parts[-3:]) for path in started if path.name.rpartition("-")[2] not in known]
-    parts = [_paragraph(f"Not finished, and not counted: {', '.join(unfinished)}.")] if unfinished else []
+    parts = [_tag("p", f"Not finished, and not counted: {', '.join(unfinished)}.")] if unfinished else []
     parts += [part for section in sections_of(found.values()) for part in _section(section)]
     title = escape(title or folder.resolve().name)
     page = Template(files("confitune.experiments.reporting").joinpath("report.html").read_text(encoding="utf-8"))
@@ -127,39 +127,39 @@ def _section(section: Section) -> Iterator[str]:
                 f"the seeds of {method} on {section.dataset} differ in their number of tasks ({sorted(counts)}), so "
                 "there is no mean over them; keep those of one experiment"
             )
-    yield _heading(2, section.dataset)
-    yield _paragraph(f"{section.heading()}.")
+    yield _tag("h2", section.dataset)
+    yield _tag("p", f"{section.heading()}.")
     yield html_table(["method", *COLUMNS], section.cells([*COLUMNS]))
-    yield _paragraph(EXPLAINED)
+    yield _tag("p", EXPLAINED)
     if figure := overview_of(section):
         png = io.BytesIO()
         write_png(figure, png)
         yield f'<img alt="overview" src="data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}">'
-    yield _heading(3, "Average accuracy on the tasks learned so far (%)")
+    yield _tag("h3", "Average accuracy on the tasks learned so far (%)")
     tasks, rows = max(len(runs[0].accuracy_matrix) for runs in methods.values()), []
     for method, runs in methods.items():
         curves = np.stack([average_accuracy_curve(run.matrix) for run in runs])
-        rows.append([method, *map(_shown, curves.T), *["-"] * (tasks - curves.shape[1])])
+        rows.append([method, *map(shown, curves.T), *["-"] * (tasks - curves.shape[1])])
     yield html_table(["method", *(f"after {k + 1}" for k in range(tasks))], rows)
-    yield _heading(3, "Accuracy of each task after each task (%)")
+    yield _tag("h3", "Accuracy of each task after each task (%)")
     for method, runs in methods.items():
         matrices = np.stack([run.matrix for run in runs])
         cells = [
-            [f"task {i + 1}", *("" if np.isnan(row[:, k]).all() else _shown(row[:, k]) for k in range(row.shape[1]))]
+            [f"task {i + 1}", *("" if np.isnan(row[:, k]).all() else shown(row[:, k]) for k in range(row.shape[1]))]
             for i, row in enumerate(matrices.swapaxes(0, 1))
         ]
-        yield _heading(4, method)
+        yield _tag("h4", method)
         yield html_table(["", *(f"after {k + 1}" for k in range(matrices.shape[1]))], cells)
-    yield _heading(3, "Tasks")
+    yield _tag("h3", "Tasks")
     learned = max((runs[0].tasks for runs in methods.values()), key=len)
     yield html_table(
         ["task", "classes", "training images", "test images"],
         [[t["name"], ", ".join(t["classes"]), str(t["train_images"]), str(t["test_images"])] for t in learned],
     )
-    yield _heading(3, "Runs")
+    yield _tag("h3", "Runs")
     for method, runs in methods.items():
         for run in runs:
-            yield _heading(4, f"{method}, seed {run.seed}")
+            yield _tag("h4", f"{method}, seed {run.seed}")
             facts = "".join(f"<li>{escape(name)}: {escape(text)}</li>" for name, text in _facts(run).items())
             yield f"<ul>{facts}</ul>"
 
@@ -170,8 +170,8 @@ def _facts(result: RunResult) -> dict[str, str]:
     options = known.pop("options")
     set_options = [f"{part}.{name}={value}" for part, values in options.items() for name, value in values.items()]
     return {
-        "accuracy": _shown([result.acc]),
-        "seconds": _shown([result.seconds]),
+        "accuracy": shown([result.acc]),
+        "seconds": shown([result.seconds]),
         "device": result.device,
         "execution": result.execution,
         "command": result.command,
@@ -184,14 +184,5 @@ def _facts(result: RunResult) -> dict[str, str]:
     }
 
 
-def _shown(values: Sequence[float] | np.ndarray) -> str:
-    """As in tables, '-' where a value is NaN."""
-    return shown([None if np.isnan(value) else float(value) for value in values])
-
-
-def _heading(level: int, text: str) -> str:
-    return f"<h{level}>{escape(text)}</h{level}>"
-
-
-def _paragraph(text: str) -> str:
-    return f"<p>{escape(text)}</p>"
+def _tag(name: str, text: str) -> str:
+    return f"<{name}>{escape(text)}</{name}>"

@@ -109,14 +109,12 @@ def rows_of(results: Iterable[RunResult]) -> list[Row]:
 
 def sections_of(results: Iterable[RunResult]) -> list[Section]:
     """All results, each dataset's sections in the order in which they first appear."""
-    by_dataset: dict[str, list[Row]] = defaultdict(list)
-    for row in rows_of(results):
-        by_dataset[row.runs[0].dataset].append(row)
+    by_dataset = _grouped(rows_of(results), lambda row: row.runs[0].dataset)
     return [section for dataset, rows in by_dataset.items() for section in _sections(dataset, rows)]
 
 
 def _sections(dataset: str, rows: Sequence[Row]) -> list[Section]:
-    of_method = _by_method(rows)
+    of_method = _grouped(rows, lambda row: row.method)
     varied = {name for same in of_method.values() for name in _differing(same) if "." not in name}
     found: list[tuple[dict[str, str | None], list[Row]]] = []
     for row in sorted(rows, key=lambda row: "means" not in row.settings):  # others go with the first that fits them
@@ -147,10 +145,10 @@ def named(rows: Sequence[Row], among: Sequence[Row] | None = None) -> dict[str, 
     return by_name
 
 
-def _by_method(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def _grouped(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        found[row.method].append(row)
+        found[key(row)].append(row)
     return found
 
 
@@ -172,55 +170,48 @@ def scenario_words(config: Mapping[str, Any]) -> list[str]:
 
 def summary_table(results: Sequence[RunResult]) -> Table:
     """Methods as rows, best first: what `confitune run` ends with."""
-    rows = named(best_first(rows_of(results)))
-    config, seeds = filled(results[0].config), max(len(row.runs) for row in rows.values())
-    words = [f"{len(results[0].accuracy_matrix)} tasks", *scenario_words(config), config["model"], f"{seeds} seed(s)"]
-    columns = [*USUAL, "seconds"]
-    return terminal_table(
-        ["method", *columns],
-        Section(results[0].dataset, rows, {}).cells(columns),
-        title=f"{results[0].dataset}: {', '.join(words)}",
-        caption="ACC: accuracy over all tasks at the end. FGT: what earlier tasks lost since their best. In percent.",
-        bold=0,
-    )
+    section, columns = Section(results[0].dataset, named(best_first(rows_of(results))), {}), [*USUAL, "seconds"]
+    caption = "ACC: accuracy over all tasks at the end. FGT: what earlier tasks lost since their best. In percent."
+    title = f"{section.dataset}: {section.heading()}"
+    return terminal_table(["method", *columns], section.cells(columns), title=title, caption=caption, bold=0)
 
 
 @dataclass(frozen=True)
 class Comparison:
     """All settings of one dataset side by side, best accuracy first, with the settings that differ."""
 
-    title: str
+    dataset: str
     about: str
     head: list[str]
     cells: list[list[str]]
 
     def markdown(self) -> str:
         """For a page."""
-        return f"**{self.title}**, {self.about}\n\n{markdown_table(self.head, self.cells)}\n"
+        return f"**{self.dataset}**, {self.about}\n\n{markdown_table(self.head, self.cells)}\n"
 
     def terminal(self) -> Table:
         """For a terminal."""
-        return terminal_table(self.head, self.cells, title=f"{self.title}: {self.about}", bold=0)
+        return terminal_table(self.head, self.cells, title=f"{self.dataset}: {self.about}", bold=0)
 
 
 def compare(folders: Sequence[Path]) -> list[Comparison]:
     """All runs below the folders, a table for each dataset; seeds of one setting are one row."""
     paths = sorted({path for folder in folders for path in folder.rglob(RUNS)})
-    results = [result for path in paths for result in finished_runs(path.parent).values()]
+    results = {key: result for path in paths for key, result in finished_runs(path.parent).items()}.values()
     if not results:
         where = ", ".join(map(str, folders))
         raise ConfituneError(f"no results below {where}: `confitune run --out FOLDER` writes some")
-    found: dict[str, list[Row]] = defaultdict(list)
-    for row in rows_of(results):
-        config = row.config
-        pipeline = f" ({config['pipeline']})" if config["pipeline"] != "clean" else ""
-        found[", ".join([row.runs[0].dataset + pipeline, *scenario_words(config)])].append(row)
-    return [_compared(title, rows) for title, rows in found.items()]
+    return [_compared(title, rows) for title, rows in _grouped(rows_of(results), _data_words).items()]
+
+
+def _data_words(row: Row) -> str:
+    pipeline = f" ({row.config['pipeline']})" if row.config["pipeline"] != "clean" else ""
+    return ", ".join([row.runs[0].dataset + pipeline, *scenario_words(row.config)])
 
 
 def _compared(title: str, rows: Sequence[Row]) -> Comparison:
     """A column for each setting that some method was run with in several ways; in the last what else is unusual."""
-    varied = {name for same in _by_method(rows).values() for name in _differing(same)}
+    varied = {name for same in _grouped(rows, lambda row: row.method).values() for name in _differing(same)}
     columns = ["method", *(name for name in _differing(rows) if name in varied)]
     usual = {}
     for name in _differing(rows):

@@ -25,6 +25,7 @@ from confitune import __version__
 from confitune.engine import Listener, RunResult, progress_board
 from confitune.errors import ConfituneError
 from confitune.experiments.runs.job import Job, Loaded, TrainingError, groups_of, side_by_side
+from confitune.experiments.runs.place import Place
 from confitune.experiments.runs.recipe import Recipe
 
 RETRIES = 5  # of a run whose worker or node died; each goes on from the run's checkpoint
@@ -125,12 +126,12 @@ def _require_answer(address: str, on: str) -> None:
         raise ConfituneError(f"nobody answers at {address} ({error}): is a Ray cluster running there?") from error
 
 
-class RayPlace:
+class RayPlace(Place):
     """A Ray cluster that this process is connected to."""
 
     def __init__(self, ray: Any, console: Console, parallel_seeds: int, gpus: float | None, cpus: int | None) -> None:
-        self.console = console
-        self._ray, self._parallel_seeds, self._gpus, self._cpus = ray, parallel_seeds, gpus, cpus
+        super().__init__(console, parallel_seeds)
+        self._ray, self._gpus, self._cpus = ray, gpus, cpus
         self._errands: dict[Any, Errand] = {}  # under way, by what Ray will put their results into
         self._outcomes: dict[Path, RunResult | ConfituneError] = {}  # that nobody has asked for yet, by folder
         self._board = progress_board(console)
@@ -145,7 +146,7 @@ class RayPlace:
     def begin(self, jobs: Sequence[Job]) -> None:
         """Hand out all of them; Ray starts as many at a time as there is room for."""
         remotes: dict[Share, Any] = {}
-        for group in groups_of(jobs, self._parallel_seeds):
+        for group in groups_of(jobs, self.parallel_seeds):
             share = self._share(group[0].recipe)
             if share not in remotes:
                 self._say_if_nowhere(share)

@@ -88,13 +88,6 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """In which settings two configurations differ, with both values."""
-    before, now = filled(shortened(found)), filled(shortened(wanted))
-    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-    return "; ".join(f"{name} was {before.get(name)}, now {now.get(name)}" for name in names)
-
-
 def _usual(config: Mapping[str, Any]) -> Options:
     method = config.get("method")
     return option_defaults(method) if isinstance(method, str) else {}

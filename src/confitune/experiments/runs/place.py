@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from typing import Protocol
 
 from rich.console import Console
 
@@ -17,15 +16,16 @@ from confitune.experiments.runs.job import Job, Loaded, TrainingError, groups_of
 from confitune.experiments.runs.recipe import Recipe
 
 
-class Place(Protocol):
+class Place:
     """Does runs. Planning, results and summaries are the same wherever they are done."""
 
-    @property
-    def console(self) -> Console:
-        """Where progress is shown."""
+    def __init__(self, console: Console | None = None, parallel_seeds: int = 1) -> None:
+        self.console = console or Console(quiet=True)  # where progress is shown
+        self.parallel_seeds = parallel_seeds
 
     def settled(self, recipe: Recipe) -> Recipe:
         """The recipe with everything fixed that depends on the machine that will do its runs."""
+        return recipe
 
     def begin(self, jobs: Sequence[Job]) -> None:
         """Say which results will be asked for; a place that can do many runs at once begins with all of them."""
@@ -35,21 +35,11 @@ class Place(Protocol):
 
         A run that fails stops those that share its process, and no others.
         """
+        raise NotImplementedError
 
 
-class LocalPlace:
+class LocalPlace(Place):
     """This machine: one run after the other, or `parallel_seeds` seeds of a method at once; each gives the same."""
-
-    def __init__(self, console: Console | None = None, parallel_seeds: int = 1) -> None:
-        self.console = console or Console(quiet=True)
-        self.parallel_seeds = parallel_seeds
-
-    def settled(self, recipe: Recipe) -> Recipe:
-        """As it is: the device is this process's to choose."""
-        return recipe
-
-    def begin(self, jobs: Sequence[Job]) -> None:
-        """Nothing yet: runs begin when their results are asked for."""
 
     def results(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, RunResult | ConfituneError]]:
         """Do the jobs, which must be of one recipe."""

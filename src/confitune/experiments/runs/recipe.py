@@ -64,12 +64,11 @@ class Recipe(DataSettings, NetworkSettings, TrainSettings):
         sequence = load_tasks(self.dataset, mean=mean, std=std, progress=progress, **cut)
         return sequence if self.held_out is None else sequence.validating(self.held_out, self.order_seed)
 
-    def train_settings(self, seed: int, method: str | None = None) -> TrainSettings:
+    def train_settings(self, seed: int, method: str) -> TrainSettings:
         """Settings of the run with this seed: what is given, else the method's own, else the dataset's defaults."""
         info = dataset_info(self.dataset)
         given = {name: getattr(self, name) for name in self.model_fields_set & set(TrainSettings.model_fields)}
-        if method:
-            given = self.method(method).training(info.name == "folder", given)
+        given = self.method(method).training(info.name == "folder", given)
         return TrainSettings(**{"epochs": info.epochs, "batch_size": info.batch_size, **given, "seed": seed})
 
     def identity(self, method: str, seed: int, weights_sha256: str) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from confitune.engine import BEFORE, CHECKPOINT, Checkpoint, RunResult, command_line
+from confitune.engine import BEFORE, CHECKPOINT, Checkpoint, RunResult, command_line, differences
 from confitune.errors import ConfituneError
 from confitune.experiments.reporting.report import write_pages
-from confitune.experiments.runs.identity import differences
+from confitune.experiments.runs.identity import filled, shortened
 from confitune.experiments.runs.job import Job, TrainingError, Watch, finished_runs, load_backbone
 from confitune.experiments.runs.place import LocalPlace, Place
 from confitune.experiments.runs.recipe import Recipe
@@ -135,6 +135,6 @@ def _other_settings(plan: Plan) -> str:
     for job in plan.left:
         for other in plan.others:
             if (other.dataset, other.method, other.seed) == (job.recipe.dataset, job.method, job.seed):
-                what = f"{plan.out} has {job.label} with other settings ({differences(other.config, job.config)})"
-                return f"{what}; it stays, and this is another run"
+                differing = differences(*(filled(shortened(config)) for config in (other.config, job.config)))
+                return f"{plan.out} has {job.label} with other settings ({differing}); it stays, this is another run"
     return ""

@@ -193,7 +193,13 @@ def run_search(
     best = winner(points)
     if best is None:
         raise ConfituneError(f"no value of {search.place} could be trained; the first said: {points[0].failure}")
-    write_winner(search, best, out)
+    recipe = yaml.safe_dump(search.retraining(best.value).model_dump(mode="json", exclude_unset=True), sort_keys=False)
+    text = (
+        f"# {search.name(best.value)}: the best of {', '.join(map(value_text, search.grid))}\n"
+        f"# on {search.held_out:.0%} of the training images, held out (ACC {best.acc:.2f}, FGT {best.fgt:.2f}).\n"
+        f"{recipe}"
+    )
+    write_whole(out / "winner.yaml", lambda file: file.write(text.encode()))
     results: list[RunResult] = []
     if retrain:
         what = f"retraining {search.method} with {search.name(best.value)} on all training images"
@@ -230,14 +236,3 @@ def edge_note(search: Search, points: list[Point]) -> str:
         return ""
     end, beyond = ("smallest", "smaller") if best.value == search.grid[0] else ("largest", "larger")
     return f"{search.name(best.value)} is the {end} value tried; a {beyond} one may be better: try it with --grid"
-
-
-def write_winner(search: Search, best: Point, out: Path) -> None:
-    """Write `winner.yaml`, a recipe that trains with the best value on all training images."""
-    recipe = search.retraining(best.value).model_dump(mode="json", exclude_unset=True)
-    text = (
-        f"# {search.name(best.value)}: the best of {', '.join(map(value_text, search.grid))}\n"
-        f"# on {search.held_out:.0%} of the training images, held out (ACC {best.acc:.2f}, FGT {best.fgt:.2f}).\n"
-        f"{yaml.safe_dump(recipe, sort_keys=False)}"
-    )
-    write_whole(out / "winner.yaml", lambda file: file.write(text.encode()))
