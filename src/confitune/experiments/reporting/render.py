@@ -23,7 +23,7 @@ def shown(values: Sequence[float | None], digits: int = 1) -> str:
     """
     known = [value for value in values if value is not None and not math.isnan(value)]
     if not known or len(known) < len(values):
-        return "-" if values else ""
+        return "-" if len(values) else ""
     if len(known) < FEW:
         return ", ".join(f"{value:.{digits}f}" for value in known)
     mean, half, _ = mean_and_interval(known)
