@@ -22,7 +22,7 @@ import show_tables as tables
 from matplotlib.figure import Figure
 from show_tables import Numbers
 
-from confitune.experiments.plots import PIXELS_PER_INCH
+from confitune.experiments.reporting.figures import PIXELS_PER_INCH
 from confitune.files import write_whole
 
 PAGES = ("speed.md", "deploy.md", "scaling.md", "best.md")

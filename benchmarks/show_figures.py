@@ -29,7 +29,7 @@ from show_tables import (
     whole_tasks,
 )
 
-from confitune.experiments.plots import COLOURS, GRID, INK, MUTED
+from confitune.experiments.reporting.figures import COLOURS, GRID, INK, MUTED
 
 GREY = "#9a9a9a"
 MODES = {"eager": COLOURS[5], "graph": COLOURS[0], "compile": COLOURS[1]}

@@ -1,6 +1,5 @@
 """The command line, from arguments to exit code, output and files."""
 
-import json
 import os
 import re
 import shutil
@@ -16,15 +15,16 @@ import torch
 from PIL import Image
 
 from confitune import __version__, cli, metrics
-from confitune.engine import RunResult, SequenceRun
+from confitune.engine import SequenceRun
 from confitune.engine.checkpoint import values_of
 from confitune.errors import ConfituneError
-from confitune.experiments import plan_search
-from confitune.experiments.identity import filled
+from confitune.experiments import finished_runs, plan_search, read_recipe
+from confitune.experiments.runs.identity import filled
 from confitune.files import read_sealed
 from confitune.methods import METHODS
 from confitune.nn import create_backbone, state_sha256
 from confitune.settings import DataSettings, NetworkSettings, TrainSettings
+from found import folder_of, forget, run_of
 
 SOURCE = Path(cli.__file__).parents[2]
 
@@ -107,26 +107,27 @@ def refused(said):
 # ---- a whole run -----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_leaves_results_summary_logs_and_pictures(ran):
+def test_a_run_leaves_results_tables_logs_and_pictures(ran):
     out, _ = ran
-    assert {path.name for path in out.iterdir()} == {"digits", "summary.json", "summary.md"}
+    assert {path.name for path in out.iterdir()} == {
+        *("README.md", "overview-digits.png", "runs", "runs.jsonl", "table.md")
+    }
     for method in ("finetune", "confit"):
-        folder = out / "digits" / method / "seed-0"
-        result = RunResult.load(folder / "result.json")
+        folder, result = folder_of(out, method), run_of(out, method)
         assert (result.method, result.seed, result.dataset) == (method, 0, "digits")
         assert result.acc == metrics.average_accuracy(result.matrix)
         assert result.fgt == metrics.average_forgetting(result.matrix)
         assert len((folder / "epochs.csv").read_text().splitlines()) == 1 + 2
         assert len((folder / "accuracy.csv").read_text().splitlines()) == 1 + 3
-    with Image.open(out / "digits/overview.png") as picture:
+    with Image.open(out / "overview-digits.png") as picture:
         assert picture.format == "PNG"
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["digits"]["confit"]["acc"]["mean"] == result.acc
+    assert f"| confit | {result.acc:.1f} |" in (out / "table.md").read_text()
+    assert "![overview-digits](overview-digits.png)" in (out / "README.md").read_text()
 
 
 def test_the_result_holds_the_command(ran_once):
     out, arguments = ran_once
-    result = RunResult.load(out / "digits/confit/seed-0/result.json")
+    result = run_of(out, "confit")
     shown = [Path(argument).name if argument.startswith("/") else argument for argument in arguments]
     assert result.command == " ".join(["confitune", *shown])  # without the folders of this machine
     assert "/" not in result.command
@@ -136,15 +137,14 @@ def test_a_run_prints_its_tasks_and_the_table(confitune, tiny, tmp_path):
     out = tmp_path / "out"
     said = confitune("run", *tiny, "--method", "linear-probe", "--method", "joint", "--seeds", 2, "--out", out)
     assert said.code == 0
-    results = [RunResult.load(out / f"digits/linear-probe/seed-{seed}/result.json") for seed in (0, 1)]
+    results = [run_of(out, "linear-probe", seed) for seed in (0, 1)]
     for seed, result in enumerate(results):
         assert f"digits linear-probe seed {seed}: task 2 of 2, loss" in said.out
         assert f"average accuracy so far {result.acc:.1f}%" in said.out
-    mean, half, _ = metrics.mean_and_interval([result.acc for result in results])
     (row,) = (line for line in said.out.splitlines() if "│ linear-probe " in line)
     cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells[1:3] == [f"{mean:.1f} ± {half:.1f}", "0.0 ± 0.0"]
-    assert f"Everything is in {out}; the picture to look at first: {out / 'digits' / 'overview.png'}" in said.out
+    assert cells[1:3] == [", ".join(f"{result.acc:.1f}" for result in results), "0.0, 0.0"]
+    assert f"Everything is in {out}; the picture to look at first: {out / 'overview-digits.png'}" in said.out
 
 
 def test_the_task_of_test_images_may_not_be_given(confitune, tiny, tmp_path):
@@ -157,11 +157,13 @@ def test_the_task_of_test_images_may_not_be_given(confitune, tiny, tmp_path):
             "run", *tiny, *methods, "--scenario", "class", "--seeds", 2, "--parallel-seeds", parallel, "--out", out
         )
         assert said.code == 0
-        assert "digits: 2 tasks, class-incremental (task not given), test_byobnet, 2 seed(s)" in said.out
-        results = [RunResult.load(path) for path in sorted(out.rglob("result.json"))]
+        assert "digits: test_byobnet, 2 tasks, class-incremental (task not given), 2 seeds, on cpu" in " ".join(
+            said.out.split()
+        )
+        results = sorted(finished_runs(out).values(), key=lambda result: (result.method, result.seed))
         assert {result.config["scenario"] for result in results} == {"class"}
         found.append([(result.method, result.seed, result.accuracy_matrix) for result in results])
-        for page in ("summary.md", "report.html"):
+        for page in ("table.md", "report.html"):
             confitune("report", out)
             assert "class-incremental (task not given)" in (out / page).read_text()
     assert len(found[0]) == 6
@@ -188,7 +190,7 @@ def test_the_default_network_with_the_weights_that_are_installed(confitune, tmp_
     options = ["--dataset", "photos", "--tasks", 2, "--epochs", 2, "--method", "confit"]
     said = confitune("run", *options, "--device", "cpu", "--out", out)
     assert said.code == 0
-    result = RunResult.load(out / "photos/confit/seed-0/result.json")
+    result = run_of(out, "confit")
     backbone = create_backbone("tf_efficientnet_lite0")
     assert result.weights_sha256 == state_sha256(backbone.module)
     assert result.weights == "efficientnet-lite0-57934424.pth"
@@ -215,10 +217,9 @@ def test_a_folder_of_own_images(confitune, weights, tmp_path):
         *["--method", "finetune", "--epochs", 1, "--batch-size", 4, "--out", tmp_path / "out"],
     )
     assert said.code == 0
-    (path,) = (tmp_path / "out").rglob("result.json")
     name = re.sub(r"[^A-Za-z0-9._+-]+", "-", f"folder:{images}")
-    assert path == tmp_path / "out" / name / "finetune" / "seed-0" / "result.json"
-    result = RunResult.load(path)
+    assert (folder_of(tmp_path / "out", "finetune", dataset=name) / "epochs.csv").exists()
+    result = run_of(tmp_path / "out", "finetune")
     assert len(result.tasks) == 2
     assert sorted(c for task in result.tasks for c in task["classes"]) == [f"class {k}" for k in range(4)]
     assert sum(task["train_images"] + task["test_images"] for task in result.tasks) == 22
@@ -232,7 +233,7 @@ def test_a_network_without_batch_norm(confitune, tmp_path, model, norms):
     asked = [word for method in methods for word in ("--method", method)]
     said = confitune("run", *options, "--model", model, *asked, "--out", tmp_path / "out")
     assert said.code == 0, said.err
-    found = {m: RunResult.load(tmp_path / f"out/digits/{m}/seed-0/result.json") for m in methods}
+    found = {m: run_of(tmp_path / "out", m) for m in methods}
     numbers = {m: [task["norm_numbers"] for task in result.tasks] for m, result in found.items()}
     assert numbers == {"finetune": [0, 0], "bn-only": [norms] * 2, "linear-probe": [0, 0]}
     assert (found["bn-only"].fgt, found["linear-probe"].fgt) == (0.0, 0.0)
@@ -277,22 +278,16 @@ def test_a_method_and_a_dataset_of_ones_own(confitune, weights, tmp_path, monkey
     monkeypatch.setattr(SequenceRun, "_learn", learn)
     assert confitune(*arguments, *strong, "--out", out, "--resume").code == 0
     assert confitune(*arguments, *strong, "--out", tmp_path / "whole").code == 0
-    plain_names = [re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-") for name in (dataset, own_method)]
-    path = Path(*plain_names, "seed-0", "result.json")
-    resumed, whole = RunResult.load(out / path), RunResult.load(tmp_path / "whole" / path)
+    resumed, whole = (run_of(folder, own_method) for folder in (out, tmp_path / "whole"))
     assert resumed.final_sha256 == whole.final_sha256
     assert (resumed.method, resumed.config["options"]) == (own_method, {"mine": {"strength": 2.0}})
     assert [task["name"] for task in resumed.tasks] == ["straight", "slanted"]
-    assert "strength" in refused(confitune(*arguments, "--set", "mine.strength=3", "--out", out, "--resume"))
     assert "strength: Input should be" in refused(confitune(*arguments, "--set", "mine.strength=x", "--out", out))
     # Without its term it is fine-tuning, and '+' joins it with another method.
     off = ["--set", "mine.strength=0", "--method", "finetune", "--method", f"ewc+{own_method}"]
     said = confitune(*arguments, *off, "--out", tmp_path / "off")
     assert said.code == 0, said.err
-    of_none, plain_one = (
-        RunResult.load(tmp_path / "off" / plain_names[0] / name / "seed-0/result.json")
-        for name in (plain_names[1], "finetune")
-    )
+    of_none, plain_one = (run_of(tmp_path / "off", name) for name in (own_method, "finetune"))
     assert of_none.final_sha256 == plain_one.final_sha256 != whole.final_sha256
     assert confitune("report", tmp_path / "off").code == 0
     page = (tmp_path / "off/report.html").read_text()
@@ -310,48 +305,50 @@ def test_an_existing_result_is_refused_and_untouched(confitune, ran, no_runs):
     out, arguments = ran
     before = contents(out)
     message = refused(confitune(*arguments))
-    assert message.startswith(f"{out / 'digits/finetune/seed-0'} holds a finished run: add --resume")
+    assert message.startswith(f"{out} holds a finished run of digits finetune: add --resume")
     assert contents(out) == before
 
 
 def test_resume_of_a_finished_folder_prints_the_table_and_runs_nothing(confitune, ran, no_runs):
     out, arguments = ran
-    before = {path: path.read_bytes() for path in out.rglob("result.json")}
+    before = (out / "runs.jsonl").read_bytes()
     said = confitune(*arguments, "--resume")
     assert said.code == 0
     for method in ("finetune", "confit"):
-        acc = RunResult.load(out / f"digits/{method}/seed-0/result.json").acc
+        acc = run_of(out, method).acc
         assert re.search(rf"│ {method} +│ +{acc:.1f} ", said.out)
-    assert "overview.png" in said.out
-    assert {path: path.read_bytes() for path in out.rglob("result.json")} == before
+    assert "overview-digits.png" in said.out
+    assert (out / "runs.jsonl").read_bytes() == before
 
 
 def test_resume_with_one_more_method(confitune, ran, monkeypatch):
     out, arguments = ran
-    before = {path: path.read_bytes() for path in out.rglob("result.json")}
+    before = (out / "runs.jsonl").read_bytes()
     started, run = [], SequenceRun.run
     monkeypatch.setattr(SequenceRun, "run", lambda self: (started.append(self.method.name), run(self))[1])
     said = confitune(*arguments, "--resume", "--method", "linear-probe")
     assert said.code == 0
     assert started == ["linear-probe"]
-    assert {path: path.read_bytes() for path in before} == before
+    assert (out / "runs.jsonl").read_bytes().startswith(before)
     assert "│ linear-probe" in said.out
-    assert set(json.loads((out / "summary.json").read_text())["digits"]) == {"finetune", "confit", "linear-probe"}
+    assert {run.method for run in finished_runs(out).values()} == {"finetune", "confit", "linear-probe"}
 
 
-def test_resume_with_another_configuration(confitune, ran, no_runs):
+def test_resume_with_another_configuration_says_so_and_adds_runs(confitune, ran):
     out, arguments = ran
-    before = contents(out)
-    message = refused(confitune(*arguments, "--resume", "--lr", "0.5"))
-    assert "lr was 0.01, now 0.5" in message
-    assert "choose another --out folder" in message
-    assert contents(out) == before
+    before = finished_runs(out)
+    said = confitune(*arguments, "--resume", "--lr", "0.5")
+    assert said.code == 0
+    assert "with other settings (lr was 0.01, now 0.5); it stays, this is another run" in " ".join(said.out.split())
+    assert before.items() < finished_runs(out).items()
+    table = (out / "table.md").read_text()
+    assert ("lr 0.01" in table, "lr 0.5" in table) == (True, True)
 
 
 def test_a_damaged_checkpoint_is_named(confitune, ran, no_runs):
     out, arguments = ran
-    folder = out / "digits/finetune/seed-0"
-    (folder / "result.json").unlink()
+    folder = folder_of(out, "finetune")
+    forget(out)
     path = folder / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:1000])
     (folder / "checkpoint.before.pt").unlink(missing_ok=True)
@@ -394,34 +391,33 @@ def test_a_killed_process_resumes_to_the_same_result(confitune, weights, tmp_pat
         "0",
     ]
     process = in_a_process(*arguments, "--out", str(tmp_path / "killed"))
-    checkpoint = tmp_path / "killed/digits/confit/seed-0/checkpoint.pt"
     until = time.monotonic() + 120
-    while not checkpoint.exists() and process.poll() is None and time.monotonic() < until:
+    while not (found := [*(tmp_path / "killed").rglob("checkpoint.pt")]) and process.poll() is None:
+        assert time.monotonic() < until
         time.sleep(0.01)
+    (checkpoint,) = found
     process.send_signal(signal.SIGKILL)
     output, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, output
     saved = values_of(read_sealed(checkpoint))
     done = 6 * saved["task"] + (saved["fit"]["epoch"] if saved["fit"] else 0)
     assert 1 <= done < 12
-    assert not (checkpoint.parent / "result.json").exists()
+    assert not finished_runs(tmp_path / "killed")
 
     before = (checkpoint.parent / "epochs.csv").read_text().splitlines()[: 1 + done]
 
     message = refused(confitune(*arguments, "--out", tmp_path / "killed"))
-    assert "holds a broken-off run: add --resume" in message
+    assert "holds a broken-off run of digits confit: add --resume" in message
     assert confitune(*arguments, "--out", tmp_path / "killed", "--resume").code == 0
     assert confitune(*arguments, "--out", tmp_path / "whole").code == 0
-    resumed, whole = (
-        RunResult.load(tmp_path / name / "digits/confit/seed-0/result.json") for name in ("killed", "whole")
-    )
+    resumed, whole = (run_of(tmp_path / name, "confit") for name in ("killed", "whole"))
     assert resumed.accuracy_matrix == whole.accuracy_matrix
     assert resumed.final_sha256 == whole.final_sha256
     assert resumed.config == whole.config
     after = (checkpoint.parent / "epochs.csv").read_text().splitlines()
     assert after[: 1 + done] == before  # to the last digit of their seconds: they were not done again
     logs = [
-        [line.split(",")[:7] for line in (tmp_path / name / "digits/confit/seed-0/epochs.csv").read_text().splitlines()]
+        [line.split(",")[:7] for line in (folder_of(tmp_path / name, "confit") / "epochs.csv").read_text().splitlines()]
         for name in ("killed", "whole")
     ]
     assert logs[0] == logs[1]
@@ -439,8 +435,7 @@ def test_options_win_over_the_recipe(confitune, weights, tmp_path):
     )
     said = confitune("run", recipe, "--epochs", 1, "--lr", 0.02, "--method", "confit", "--out", tmp_path / "out")
     assert said.code == 0
-    (path,) = (tmp_path / "out").rglob("result.json")
-    config = filled(RunResult.load(path).config)
+    config = filled(run_of(tmp_path / "out", "confit").config)
     assert (config["epochs"], config["lr"], config["method"]) == (1, 0.02, "confit")  # given
     assert (config["dataset"], config["means"], config["batch_size"], config["tasks"]) == ("digits", "phase", 16, 1)
 
@@ -510,7 +505,7 @@ def test_a_missing_recipe(confitune, tmp_path):
 )
 def test_what_cannot_be_run_is_said_in_one_message(confitune, tiny, tmp_path, no_runs, options, expected):
     assert expected in refused(confitune("run", *tiny, *options.split(), "--out", tmp_path / "out"))
-    assert not list((tmp_path / "out").rglob("result.json"))
+    assert not finished_runs(tmp_path / "out")
 
 
 def test_weights_of_another_shape_say_which(confitune, tiny, weights, tmp_path, no_runs):
@@ -564,7 +559,7 @@ def test_every_setting_can_be_set(confitune, tiny, tmp_path):
     options = [word for change in changes for word in ("--set", change)]
     said = confitune("run", *tiny, "--lr", "0.5", *options, "--method", "finetune", "--out", tmp_path / "out")
     assert said.code == 0, said.err
-    result = RunResult.load(tmp_path / "out/digits/finetune/seed-4/result.json")
+    result = run_of(tmp_path / "out", "finetune", 4)
     told = {name: result.config[name] for name in ("weight_decay", "lr_milestones", "order_seed", "lr")}
     assert told == {"weight_decay": 1e-4, "lr_milestones": [0.5], "order_seed": 3, "lr": 0.02}
     assert result.execution == "fp32, eager, deterministic"
@@ -584,14 +579,14 @@ def test_how_it_is_run_goes_into_the_result_and_not_into_what_was_run(confitune,
     options = ["--method", "finetune", "--seeds", 2, "--parallel-seeds", 2, "--step", "eager"]
     options += ["--set", "deterministic=true", "--set", "pixels=host"]
     assert confitune("run", *tiny, *options, "--out", out).code == 0
-    results = [RunResult.load(out / f"digits/finetune/seed-{seed}/result.json") for seed in (0, 1)]
+    results = [run_of(out, "finetune", seed) for seed in (0, 1)]
     for result in results:
         assert result.execution == "fp32, eager, deterministic"
         assert not {"parallel_seeds", "step", "pixels", "deterministic"} & set(result.config)
     alone = tmp_path / "alone"
     assert confitune("run", *tiny, "--method", "finetune", "--seeds", 2, "--out", alone).code == 0
     for seed, result in enumerate(results):
-        other = RunResult.load(alone / f"digits/finetune/seed-{seed}/result.json")
+        other = run_of(alone, "finetune", seed)
         assert (other.final_sha256, other.config) == (result.final_sha256, result.config)
         assert other.execution == "fp32, eager"
 
@@ -705,26 +700,27 @@ def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tm
     said = confitune(*arguments)
     assert said.code == 0
     assert "grid point 1 of 2: ewc.strength=1\n" in said.out
-    best = json.loads((out / "search.json").read_text())["winner"]
+    best = read_recipe(out / "winner.yaml")["options"]["ewc"]["strength"]
     for strength in (1, 100):
-        result = RunResult.load(out / f"grid/ewc.strength={strength}/digits/ewc/seed-0/result.json")
+        chosen = {"ewc": {"strength": float(strength)}}
+        result = run_of(out, "ewc", held_out=0.1, options=chosen)
         row = cells(said.out, f"{strength:>12}")  # right-aligned below ewc.strength
         assert row[1:3] == [f"{result.acc:.1f}", f"{result.fgt:.1f}"]
         if strength == best:
-            test = RunResult.load(out / f"retrained/ewc.strength={strength}/digits/ewc/seed-0/result.json")
+            test = run_of(out, "ewc", held_out=None, options=chosen)
             assert row[3:5] == [f"{test.acc:.1f}", f"{test.fgt:.1f}"]
             assert "held_out" not in test.config
     assert f"Everything is in {out}; to run the winner again: confitune run {out / 'winner.yaml'}" in said.out
 
     message = refused(confitune(*arguments))
-    assert "holds a finished run: add --resume" in message
+    assert "holds a finished run of digits ewc: add --resume" in message
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SequenceRun, "run", lambda self: pytest.fail("a run was started"))
         assert confitune(*arguments, "--resume").code == 0
 
     said = confitune("run", out / "winner.yaml", "--out", tmp_path / "again")
     assert said.code == 0
-    again = RunResult.load(tmp_path / "again/digits/ewc/seed-0/result.json")
+    again = run_of(tmp_path / "again", "ewc")
     assert again.final_sha256 == test.final_sha256
 
 
@@ -841,7 +837,7 @@ def test_a_disk_that_is_full_is_said_and_what_was_there_stays(ran):
     assert "Traceback" not in done.stderr
     assert "File too large" in done.stderr
     after = contents(out)
-    kept = [path for path in before if path.name in ("result.json", "checkpoint.pt", "checkpoint.before.pt")]
-    assert len(kept) >= 4
+    kept = [path for path in before if path.name in ("runs.jsonl", "checkpoint.pt", "checkpoint.before.pt")]
+    assert len(kept) >= 3
     assert all(after[path] == before[path] for path in kept)
     assert not list(out.rglob("*.partial"))

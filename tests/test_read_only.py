@@ -119,7 +119,7 @@ def test_nothing_can_be_begun_below_a_file(command, tmp_path, name):
 
 
 def test_a_run_says_so_before_it_decodes_or_trains(command, read_only, tmp_path, monkeypatch):
-    monkeypatch.setattr("confitune.experiments.recipe.load_tasks", lambda *_, **__: pytest.fail("work was begun"))
+    monkeypatch.setattr("confitune.experiments.runs.recipe.load_tasks", lambda *_, **__: pytest.fail("work was begun"))
     (tmp_path / "disk").mkdir()
     read_only(tmp_path / "disk")
     require_refused(*command("run", tmp_path / "disk"), "cannot write in")

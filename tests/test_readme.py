@@ -6,15 +6,20 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from confitune.experiments.reproduce.tables import order_of
+from confitune.experiments import finished_runs
+from confitune.experiments.paper.tables import order_of
+from confitune.experiments.reporting.table import Row, numbers_per_task, sections_of
+from confitune.metrics import mean_and_interval
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / name for name in ("README.md", "docs/reproduction.md", "docs/best.md")]
-# A page of results/, or what it says of the paper's words, or of its numbers the order of methods.
-BLOCK = re.compile(r"(<!-- (results/\S+)( claims| order)? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+# A page of results/, its sections with some words in their heading, what it says of the paper's words, or the order of
+# methods.
+BLOCK = re.compile(r"(<!-- (results/\S+?)( claims| order|: [^>]+)? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BLOCKS = [match.groups()[1:4] for page in PAGES for match in BLOCK.finditer(page.read_text())]
 PROSE = re.sub(BLOCK, "", (ROOT / "docs/reproduction.md").read_text())
 
@@ -27,11 +32,25 @@ def test_tables_are_the_measured_ones(source: str, part: str | None, block: str)
 def measured(source: str, part: str | None) -> str:
     text = (ROOT / source).read_text()
     if part == " order":
-        return _order(json.loads(text)) + "\n"
+        return _order(outcome(source)) + "\n"
+    if part and part.startswith(":"):
+        sections = [section for section in text.split("\n**") if part[2:] in section.splitlines()[0]]
+        text = "\n".join(f"**{section.removeprefix('**')}" for section in sections)
     if part == " claims":
         text = text.partition("## What the paper says of it\n")[2]
     lines = [line for line in text.splitlines() if not line.startswith("#")]  # a page has headings of its own
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
+
+
+def outcome(page: str) -> dict:
+    """The numbers of a page that `confitune reproduce` wrote."""
+    return json.loads((ROOT / page).with_name("outcomes.json").read_text())[Path(page).stem]
+
+
+def rows(folder: str, words: str) -> dict[str, Row]:
+    """Of the section with these words in its heading, by method."""
+    (found,) = (s for s in sections_of(finished_runs(ROOT / "results" / folder).values()) if words in s.heading())
+    return found.rows
 
 
 def _order(table: dict) -> str:
@@ -48,13 +67,13 @@ def _order(table: dict) -> str:
 
 def acc(source: str) -> dict[str, tuple[float, float]]:
     """Mean and half of its interval, by method."""
-    cells = json.loads((ROOT / source).read_text())["cells"]
+    cells = outcome(source)["cells"]
     return {c["method"]: (c["measured"], c["interval"]) for c in cells if c["metric"] == "ACC"}
 
 
 def test_what_is_said_of_the_clean_pipeline() -> None:
     assert "the four methods of the ablation are all more than ten points better" in PROSE
-    clean, published = acc("results/flowers102-paper-clean/table2.json"), acc("results/flowers102-paper/table2.json")
+    clean, published = acc("results/flowers102-paper-clean/table2.md"), acc("results/flowers102-paper/table2.md")
     assert len(clean) == 4
     assert all(clean[method][0] - published[method][0] > 10 for method in clean)
     assert "Their intervals overlap but for hierarchical fine-tuning and ConFiT" in PROSE
@@ -67,28 +86,30 @@ def test_what_is_said_of_the_clean_pipeline() -> None:
 def test_what_is_said_of_window_means() -> None:
     assert "the differences are within the spread over seeds. Window means take more than twice the numbers" in PROSE
     forms = [
-        json.loads((ROOT / f"results/flowers102-published{form}/summary.json").read_text())["flowers102"]["confit"]
-        for form in ("", "-window", "-window-pass")
+        rows("flowers102-published", f"{form} statistics, precision fp32")["confit"].runs
+        for form in ("phase means, running", "window means, running", "window means, pass")
     ]
-    spans = [(form["acc"]["mean"] - form["acc"]["ci95"], form["acc"]["mean"] + form["acc"]["ci95"]) for form in forms]
-    assert max(low for low, _ in spans) < min(high for _, high in spans)
-    assert forms[1]["numbers_per_task"][0] > 2 * forms[0]["numbers_per_task"][0]
+    accs = [mean_and_interval([run.acc for run in runs]) for runs in forms]
+    assert max(acc.mean - acc.half_width for acc in accs) < min(acc.mean + acc.half_width for acc in accs)
+    assert numbers_per_task(forms[1]) > 2 * numbers_per_task(forms[0])
 
 
 def test_what_is_said_of_linear_probes_and_of_digits() -> None:
     assert "`linear-probe` beats every method that trains the backbone" in README
-    photos, digits = (json.loads((ROOT / f"results/{d}/summary.json").read_text())[d] for d in ("photos", "digits"))
+    photos, digits = (rows(name, "window means, running statistics") for name in ("photos", "digits"))
     trained = set(photos) - {"linear-probe", "best"}
     assert len(trained) >= 6
-    assert all(photos[method]["acc"]["mean"] < photos["linear-probe"]["acc"]["mean"] for method in trained)
+    mean = {method: np.mean([run.acc for run in row.runs]) for method, row in photos.items()}
+    assert all(mean[method] < mean["linear-probe"] for method in trained)
     assert "ConFiT as published forgets more than plain fine-tuning" in README
-    assert digits["confit"]["fgt"]["mean"] > digits["finetune"]["fgt"]["mean"]
+    forgotten = {method: np.mean([run.fgt for run in digits[method].runs]) for method in ("confit", "finetune")}
+    assert forgotten["confit"] > forgotten["finetune"]
 
 
 def test_what_is_said_of_controls() -> None:
     assert "task-specific batch norm without it forgets more than one batch norm for all" in PROSE
-    controls = json.loads((ROOT / "results/flowers102-paper-clean/controls.json").read_text())["data"]["flowers102"]
-    cells = json.loads((ROOT / "results/flowers102-paper-clean/table2.json").read_text())["cells"]
+    controls = outcome("results/flowers102-paper-clean/controls.md")["data"]["flowers102"]
+    cells = outcome("results/flowers102-paper-clean/table2.md")["cells"]
     cases = {case["case"]: case for case in controls}
     (shared,) = (cell["measured"] for cell in cells if (cell["method"], cell["metric"]) == ("finetune", "FGT"))
     assert float(cases["task-bn"]["fgt_shown"].split()[0]) > shared
@@ -101,7 +122,7 @@ def test_what_is_said_of_controls() -> None:
 
 def test_every_row_of_table_1_is_close_to_the_paper() -> None:
     assert "Every row of table 1 is then within two points of the paper" in PROSE
-    cells = json.loads((ROOT / "results/flowers102-paper/table1.json").read_text())["cells"]
+    cells = outcome("results/flowers102-paper/table1.md")["cells"]
     assert len(cells) == 20
     assert all(abs(cell["measured"] - cell["paper"]) < 2 for cell in cells)
 

@@ -1,6 +1,5 @@
 """Means at test time: in batches or not, and the files that they wait in."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from safetensors.torch import save_file
 from confitune.analysis import LayerMoments, ShiftRecorder, ShiftResult, moments_at_test
 from confitune.analysis.moments import read_moments, write_moments
 from confitune.analysis.shift import AFTER_FIRST_TASK
+from confitune.engine import read_results
 from confitune.errors import ConfituneError
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -36,29 +36,21 @@ BEFORE = {
 }
 
 
-def test_a_result_from_before_had_errors_which_are_left_out(tmp_path):
-    (tmp_path / "shift.json").write_text(json.dumps({**BEFORE, "errors": [{"variance moved": 1.0}] * 2}))
-    result = ShiftResult.load(tmp_path / "shift.json")
+def test_a_result_from_before_had_errors_which_are_left_out():
+    result = ShiftResult.model_validate({**BEFORE, "errors": [{"variance moved": 1.0}] * 2})
     assert (result.d0, result.d1, result.d2) == ([0.1, 0.2], [0.25, 1.0], [1.0, 2.0])
 
 
 def test_every_result_in_the_repository_can_be_read():
-    paths = sorted(RESULTS.glob("*/runs/**/shift.json"))
-    assert len(paths) > 20
-    for path in paths:
-        assert ShiftResult.load(path).method == path.parts[-3]
+    results = [result for path in RESULTS.glob("*/runs.jsonl") for result in read_results(path)]
+    found = [(ShiftResult.model_validate(result.measured["shift"]), result) for result in results if result.measured]
+    assert len(found) > 20
+    assert all(shift.method == result.method for shift, result in found)
 
 
-def test_a_result_is_saved_and_loaded(tmp_path):
-    result = ShiftResult.model_validate(BEFORE)
-    result.save(tmp_path / "shift.json")
-    assert ShiftResult.load(tmp_path / "shift.json") == result
-
-
-def test_a_result_that_misses_a_layer_is_refused(tmp_path):
-    (tmp_path / "shift.json").write_text(json.dumps({**BEFORE, "d1": [0.1]}))
-    with pytest.raises(ConfituneError, match=r"not a saved ShiftResult: (?s:.*)2 layers, but lists of"):
-        ShiftResult.load(tmp_path / "shift.json")
+def test_a_result_that_misses_a_layer_is_refused():
+    with pytest.raises(ValueError, match="2 layers, but lists of"):
+        ShiftResult.model_validate({**BEFORE, "d1": [0.1]})
 
 
 def test_moments_wait_in_a_file_to_the_last_bit(tmp_path):

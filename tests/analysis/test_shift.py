@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from confitune.analysis import ShiftRecorder, ShiftResult, moments_at_test, paired_convs
+from confitune.analysis import ShiftRecorder, moments_at_test, paired_convs
 from confitune.analysis.shift import AFTER_FIRST_TASK
 from confitune.engine import Listener
 from confitune.errors import ConfituneError
@@ -262,14 +262,3 @@ def test_the_20_convolutions_of_resnet18_in_network_order(sequence, settings, me
     assert set(found) == expected
     assert list(found)[:3] == ["conv1", "layer1.0.conv1", "layer1.0.conv2"]
     assert list(found)[-3:] == ["layer4.0.downsample.0", "layer4.1.conv1", "layer4.1.conv2"]
-
-
-def test_saved_and_loaded(tmp_path):
-    result = ShiftResult(
-        dataset="d", method="m", seed=1, task="a", last_task="b", layers=["x"], d0=[0.1], d1=[0.25], d2=[1 / 3]
-    )
-    result.save(tmp_path / "shift.json")
-    assert ShiftResult.load(tmp_path / "shift.json") == result
-    (tmp_path / "shift.json").write_text("{}")
-    with pytest.raises(ConfituneError, match="not a saved ShiftResult"):
-        ShiftResult.load(tmp_path / "shift.json")

@@ -8,12 +8,12 @@ from confitune.engine import Listener
 
 def wait_in_second_task(net, sequence, settings, folder):
     """The first worker that begins the second task says where it is, and waits to be killed."""
-    return (_Waiting(folder),)
+    return (_Waiting(folder),), dict
 
 
 def die_in_second_task(net, sequence, settings, folder):
     """Every worker dies at the second task of confit."""
-    return (_Dying(),) if folder.parent.name == "confit" else ()
+    return ((_Dying(),) if folder.parent.name == "confit" else ()), dict
 
 
 class _Waiting(Listener):
@@ -30,7 +30,7 @@ class _Waiting(Listener):
         import ray
 
         try:
-            with (self._folder.parents[2] / "paused").open("x") as file:
+            with (self._folder.parents[3] / "paused").open("x") as file:
                 file.write(ray.get_runtime_context().get_node_id())
         except FileExistsError:
             return

@@ -28,8 +28,7 @@ import confitune.engine.evaluation as evaluation
 import confitune.engine.step as steps
 import confitune.files as files
 import confitune.tasks.store as stores
-from confitune.engine import RunResult
-from confitune.experiments import make_recipe, run_recipe
+from confitune.experiments import finished_runs, make_recipe, run_recipe
 from confitune.nn import create_backbone
 
 # Phase -> where its work is done. Files are written in several calls, so that kills fall in between, too; the last of
@@ -71,7 +70,7 @@ def _all_kills(root: Path, each: int, chance: random.Random) -> int:
     }
     calls = root / "calls"
     child(lambda: _run(values, root / "whole", root / "whole cache", counting=calls))
-    whole = RunResult.load(next((root / "whole").rglob("result.json")))
+    (whole,) = finished_runs(root / "whole").values()
     made = dict(line.split(": ") for line in calls.read_text().splitlines())
     equal = 0
     for phase in PHASES:
@@ -82,7 +81,7 @@ def _all_kills(root: Path, each: int, chance: random.Random) -> int:
             assert os.WIFSIGNALED(status), f"{phase}, call {at}: the run was not killed"
             assert os.WTERMSIG(status) == signal.SIGKILL
             assert child(lambda: _run(values, out, cache)) == 0  # noqa: B023
-            again = RunResult.load(next(out.rglob("result.json")))
+            (again,) = finished_runs(out).values()
             same = again.final_sha256 == whole.final_sha256 and again.accuracy_matrix == whole.accuracy_matrix
             equal += same
             when = "before" if before else "after"

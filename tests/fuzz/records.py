@@ -12,7 +12,7 @@ from PIL import Image
 
 from confitune.engine import CsvLog, RunResult
 from confitune.engine.result import summary_of
-from confitune.experiments import summary_table, write_report, write_summary
+from confitune.experiments import summary_table, write_pages, write_report
 from confitune.files import checksum_of
 from confitune.tasks import Pipeline
 from confitune.tasks.store import ImageFile, open_store
@@ -57,9 +57,8 @@ def _stores(watch: Watch) -> None:
 
 def _results(watch: Watch) -> None:
     out = watch.at_hand / "runs"
-    folder = out / "digits/confit/seed-0"
-    folder.mkdir(parents=True)
-    path = folder / "result.json"
+    out.mkdir()
+    path = out / "runs.jsonl"
     task = {
         "name": "t",
         "classes": ["a", "b"],
@@ -90,13 +89,12 @@ def _results(watch: Watch) -> None:
         images_per_second=100.0,
         command="confitune run",
     )
-    result.save(path)
-    whole, values = path.read_bytes(), result.model_dump(mode="json")
+    whole, values = result.line(), result.model_dump(mode="json")
 
     def use(data: bytes) -> None:
         path.write_bytes(data)
-        summary_table([RunResult.load(path)])
-        write_summary(out)
+        summary_table([RunResult.of_line(data, "here")])
+        write_pages(out)
         write_report(out, out / "report.html", None)
 
     def say(values: Any) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from confitune.experiments.paper import chosen_options
+from confitune.experiments.paper.numbers import chosen_options
 from confitune.methods.rwalk import RWalk
 
 

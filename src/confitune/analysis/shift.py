@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from pydantic import model_validator
+from pydantic import BaseModel, model_validator
 from torch import Tensor
 
 from confitune.analysis.moments import LayerMoments, moments_at_test, read_moments, write_moments
-from confitune.analysis.saved import SavedResult
 from confitune.engine import Listener, TrainSettings
 from confitune.errors import ConfituneError
 from confitune.methods import METHODS
@@ -31,7 +30,7 @@ from confitune.tasks import TaskSequence
 AFTER_FIRST_TASK = "shift-after-first-task.safetensors"
 
 
-class ShiftResult(SavedResult):
+class ShiftResult(BaseModel, frozen=True):
     """D0, D1 and D2 of each layer, in the order in which the network computes them."""
 
     dataset: str

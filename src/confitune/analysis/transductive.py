@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.analysis.moments import Moments
-from confitune.analysis.saved import SavedResult
 from confitune.engine import TrainSettings
 from confitune.engine.feed import batches
 from confitune.engine.step import count_right
@@ -46,7 +45,7 @@ class MomentsAccuracy(BaseModel):
     per_task: list[float]
 
 
-class TransductiveResult(SavedResult):
+class TransductiveResult(BaseModel, frozen=True):
     """All four combinations."""
 
     tasks: list[str]

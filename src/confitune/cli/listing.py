@@ -27,7 +27,7 @@ def models_command(
     weights). "recovered" counts the batch norms that directly follow a convolution, whose mean is recovered through
     it; the others keep all their moments per task.
     """
-    from confitune.experiments import matching_models, report_model, terminal_table
+    from confitune.experiments import matching_models, models_table
 
     console = Console()
     names = matching_models(pattern)
@@ -35,15 +35,8 @@ def models_command(
         raise ConfituneError(f"no model matches {pattern!r}; try part of a name, e.g. 'resnet'")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what libraries say of their own models is not what was asked for
-        reports = [report_model(n) for n in track(names, "converting", console=console, transient=True)]
-    rows = []
-    for r in reports:
-        counts = (r.norms, r.recovered, r.phase_numbers, r.window_numbers)
-        numbers = [f"{r.parameters / 1e6:.1f}M", *(f"{count:,}" for count in counts)]
-        rows.append([r.name, r.problem] if r.problem else [r.name, *numbers])
-    head = ["model", "weights", "BNs", "recovered", "phase", "window"]
-    caption = "phase, window: numbers a task with these input means, without its head"
-    console.print(terminal_table(head, rows, caption=caption))
+        table = models_table(track(names, "converting", console=console, transient=True))
+    console.print(table)
 
 
 @app.command(name="methods")

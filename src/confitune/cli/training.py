@@ -121,8 +121,8 @@ def run_command(
       confitune run --method confit --method ewc --method mas --seeds 5 --on ray --cpus-per-run 1
     """
     asked = dict(locals())
-    from confitune.experiments import draw_pictures, make_recipe, run_recipe, summary_table
-    from confitune.experiments.job import TrainingError
+    from confitune.experiments import draw_overview, make_recipe, run_recipe, summary_table, write_pages
+    from confitune.experiments.runs.job import TrainingError
 
     console = Console()
     with stoppable(_WITH_RESUME):
@@ -137,8 +137,9 @@ def run_command(
                 raise
     console.print(summary_table(results))
     try:
-        if pictures := draw_pictures(out, checked.methods):
-            say(f"Everything is in {out}; the picture to look at first: {pictures[-1]}")
+        if picture := draw_overview(out, results):
+            write_pages(out)
+            say(f"Everything is in {out}; the picture to look at first: {picture}")
     except OSError as error:  # results are there, on a disk that is full or read-only by now
         say(f"Everything is in {out}, but no picture: {error}", "yellow")
 
@@ -274,7 +275,8 @@ def compare_command(
 ) -> None:
     """Put runs of different settings side by side: the options that differ, and what they did.
 
-    One table a dataset, best accuracy first. Runs that differ only in their seed are one row.
+    One table a dataset, best accuracy first. Runs that differ only in their seed are one row. Where the output is no
+    terminal, it is Markdown.
 
     [bold]Examples[/bold]
 
@@ -282,10 +284,14 @@ def compare_command(
 
       confitune compare results/photos* --out photos.md
     """
-    from confitune.experiments import comparison_page
+    from confitune.experiments import compare
     from confitune.files import write_whole
 
-    page = comparison_page(folders)
-    print(page, end="")
+    console, comparisons = Console(), compare(folders)
+    page = "\n".join(comparison.markdown() for comparison in comparisons)
+    if console.is_terminal:
+        console.print(*(comparison.terminal() for comparison in comparisons), sep="\n\n")
+    else:
+        print(page, end="")
     if out is not None:
         write_whole(out, lambda file: file.write(page.encode()))

@@ -1,7 +1,7 @@
 """The loop: fit a task, evaluate, checkpoint, resume, capture."""
 
 from confitune.engine.capture import Executor, library_switches
-from confitune.engine.checkpoint import BEFORE, CHECKPOINT, Checkpoint, require_same_config
+from confitune.engine.checkpoint import BEFORE, CHECKPOINT, Checkpoint, differences
 from confitune.engine.evaluation import evaluate
 from confitune.engine.events import EpochEnd, Listener
 from confitune.engine.feed import batches, place, place_task
@@ -9,7 +9,7 @@ from confitune.engine.label_space import LabelSpace, require_scenario
 from confitune.engine.logs import CsvLog, TensorBoardLog
 from confitune.engine.parallel import Turns
 from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
-from confitune.engine.result import RunResult, command_line, summary_of, versions
+from confitune.engine.result import RunResult, add_result, command_line, read_results, summary_of, versions
 from confitune.engine.run import SequenceRun, network_sha256
 from confitune.engine.training import DivergedError, TaskFit, epochs_of, fit, steps_of
 from confitune.settings import TrainSettings
@@ -31,9 +31,11 @@ __all__ = [
     "TensorBoardLog",
     "TrainSettings",
     "Turns",
+    "add_result",
     "batches",
     "command_line",
     "decoding_bar",
+    "differences",
     "epochs_of",
     "evaluate",
     "fit",
@@ -42,7 +44,7 @@ __all__ = [
     "place",
     "place_task",
     "progress_board",
-    "require_same_config",
+    "read_results",
     "require_scenario",
     "steps_of",
     "summary_of",

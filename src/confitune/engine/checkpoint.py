@@ -62,7 +62,8 @@ class Checkpoint:
             try:
                 values = values_of(read_sealed(path))
                 checkpoint = TypeAdapter(cls).validate_python(values)
-                require_same_config(checkpoint.config, config, path)
+                if differing := differences(checkpoint.config, config):
+                    raise ConfituneError(f"{path} was made with another configuration ({differing}); delete it")
             except DamagedFileError as error:
                 damaged.append(str(error))
                 continue
@@ -80,12 +81,10 @@ class Checkpoint:
         return None
 
 
-def require_same_config(found: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
-    """Refuse to mix runs of different configurations in one folder."""
-    differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
-    if differing:
-        shown = "; ".join(f"{key} was {_said(found, key)}, now {_said(wanted, key)}" for key in differing)
-        raise ConfituneError(f"{path} was made with another configuration ({shown}); choose another --out folder")
+def differences(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """In what two configurations differ, with both values; nothing where they are the same."""
+    names = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+    return "; ".join(f"{name} was {_said(found, name)}, now {_said(wanted, name)}" for name in names)
 
 
 def _said(config: dict[str, Any], key: str) -> str:

@@ -1,9 +1,10 @@
-"""What a run measured, and all it takes to measure it again."""
+"""What a run measured, and all it takes to measure it again; and the file with a line for each run."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import shlex
 import sys
@@ -18,10 +19,10 @@ from typing_extensions import NotRequired, Self, TypedDict
 
 from confitune import metrics
 from confitune.errors import ConfituneError
-from confitune.files import DamagedFileError, checksum_of, write_whole
+from confitune.files import DamagedFileError, checksum_of, exclusive, sync_folder
 
 _PACKAGES = ("torch", "torchvision", "timm", "numpy", "scikit-learn", "scikit-image", "Pillow")
-_CHECKSUM = "checksum"  # of everything else in the file
+_CHECKSUM = "checksum"  # of everything else in the line
 
 Percent = Annotated[float, Field(ge=-1e-3, le=100 + 1e-3)]  # as `metrics` has it: a mean may be rounded up
 Points = Annotated[float, Field(ge=-100 - 1e-3, le=100 + 1e-3)]  # a difference of percentages
@@ -82,6 +83,7 @@ class RunResult(BaseModel):
     seconds: float = Field(ge=0)
     images_per_second: float = Field(ge=0)  # while training
     command: str
+    measured: dict[str, Any] = Field(default_factory=dict)  # what else was measured of the network, by name
 
     @model_validator(mode="after")
     def _require_what_the_matrix_gives(self) -> Self:
@@ -110,30 +112,51 @@ class RunResult(BaseModel):
             np.fill_diagonal(matrix, self.as_learned)
         return matrix
 
-    def save(self, path: Path) -> None:
-        """Write as JSON with a checksum, whole or not at all."""
+    def line(self) -> bytes:
+        """As a line of JSON with a checksum."""
         values = self.model_dump(mode="json")
-        text = json.dumps({**values, _CHECKSUM: checksum_of(values)}, indent=1, ensure_ascii=False)
-        write_whole(path, lambda out: out.write(text.encode()))
+        return json.dumps({**values, _CHECKSUM: checksum_of(values)}, ensure_ascii=False).encode() + b"\n"
 
     @classmethod
-    def load(cls, path: Path) -> RunResult:
-        """Read a result, or say what is wrong with the file.
-
-        What a file says must fit its checksum. Results that were written before there was one are taken without.
-        """
+    def of_line(cls, line: bytes, where: str) -> RunResult:
+        """What `line` wrote, or an error that says where it is and what is wrong with it."""
         try:
-            values = json.loads(path.read_bytes())
+            values = json.loads(line)
             if not isinstance(values, dict):
                 raise ValueError(f"it holds {type(values).__name__}, not an object")
-            checksum = values.pop(_CHECKSUM, None)
-            if checksum not in (None, checksum_of(values)):
-                raise DamagedFileError(f"{path} is damaged: its checksum does not fit; restore it, or run it again")
+            if values.pop(_CHECKSUM, None) != checksum_of(values):
+                raise DamagedFileError(f"{where} is damaged: its checksum does not fit; restore it, or run it again")
             result = cls.model_validate(values)
             _SHOWN.validate_python(result.config)
             return result
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfituneError(f"{path} is not a result of this program: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfituneError(f"{where} is not a result of this program: {error}") from error
+
+
+def read_results(path: Path) -> list[RunResult]:
+    """Every result in a file of them, in order; none where there is no file.
+
+    What follows the end of the last line is being written, or was when its process died, and is not counted.
+    """
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise ConfituneError(f"{path} cannot be read: {error.strerror or error}") from error
+    return [RunResult.of_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def add_result(path: Path, result: RunResult) -> None:
+    """Add a line to a file of results, which other processes may do at the same time."""
+    with exclusive(path, lambda: None) as held, path.open("r+b") as file:
+        # A process that died while it wrote has left part of a line; without locks it may be still alive.
+        file.seek(file.read().rfind(b"\n") + 1 if held else 0, os.SEEK_SET if held else os.SEEK_END)
+        file.truncate()
+        file.write(result.line())
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(path.parent)
 
 
 def summary_of(matrix: np.ndarray) -> dict[str, Any]:

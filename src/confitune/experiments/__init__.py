@@ -1,45 +1,44 @@
 """Recipe -> runs -> summary and pictures."""
 
-from confitune.experiments.job import run_folder
-from confitune.experiments.methods import method_options, method_page, methods_table
-from confitune.experiments.models import matching_models, report_model
-from confitune.experiments.place import Place, open_place
-from confitune.experiments.recipe import Recipe, make_recipe, merge_settings, read_recipe
-from confitune.experiments.report import write_report
-from confitune.experiments.reproduce import Scope, read_scope, reproduce
-from confitune.experiments.runner import run_recipe
-from confitune.experiments.summary import collect_results, comparison_page, draw_pictures, summary_table, write_summary
-from confitune.experiments.tables import terminal_table
-from confitune.experiments.tune import Point, edge_note, plan_search, run_search, search_table, winner
+from confitune.experiments.catalog import matching_models, method_options, method_page, methods_table, models_table
+from confitune.experiments.paper.plan import Scope, read_scope
+from confitune.experiments.paper.reproduce import reproduce
+from confitune.experiments.reporting.render import terminal_table
+from confitune.experiments.reporting.report import draw_overview, write_pages, write_report
+from confitune.experiments.reporting.table import compare, summary_table
+from confitune.experiments.runs.job import finished_runs
+from confitune.experiments.runs.place import Place, open_place
+from confitune.experiments.runs.recipe import Recipe, make_recipe, merge_settings, read_recipe
+from confitune.experiments.runs.runner import run_recipe
+from confitune.experiments.runs.tune import Point, edge_note, plan_search, run_search, search_table, winner
 
 __all__ = [
     "Place",
     "Point",
     "Recipe",
     "Scope",
-    "collect_results",
-    "comparison_page",
-    "draw_pictures",
+    "compare",
+    "draw_overview",
     "edge_note",
+    "finished_runs",
     "make_recipe",
     "matching_models",
     "merge_settings",
     "method_options",
     "method_page",
     "methods_table",
+    "models_table",
     "open_place",
     "plan_search",
     "read_recipe",
     "read_scope",
-    "report_model",
     "reproduce",
-    "run_folder",
     "run_recipe",
     "run_search",
     "search_table",
     "summary_table",
     "terminal_table",
     "winner",
+    "write_pages",
     "write_report",
-    "write_summary",
 ]

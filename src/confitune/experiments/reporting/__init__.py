@@ -1,0 +1,1 @@
+"""What runs say together: one table in memory; Markdown, terminal and HTML tables, and pictures of it."""

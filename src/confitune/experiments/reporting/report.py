@@ -1,0 +1,188 @@
+"""What is written about the runs in a folder: README.md, table.md, a picture, and a page that loads nothing.
+
+A content security policy forbids the page every request and every script, so that a name which got past the escaping
+could not run.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from confitune.engine import RunResult
+from confitune.errors import ConfituneError
+from confitune.experiments.reporting.figures import overview_figure, save_figure, write_png
+from confitune.experiments.reporting.render import html_table, markdown_table, shown
+from confitune.experiments.reporting.table import COLUMNS, USUAL, Section, named, rows_of, scenario_words, sections_of
+from confitune.experiments.runs.identity import filled
+from confitune.experiments.runs.job import RUNS, WORK, file_name, finished_runs
+from confitune.files import write_whole
+from confitune.metrics import average_accuracy_curve
+
+EXPLAINED = (
+    "ACC: accuracy over all tasks at the end. FGT: what earlier tasks lost since their best. When learned: accuracy of "
+    "each task right after it was learned. BWT: how later tasks changed earlier ones. All in percent. Numbers a task: "
+    "what a task added to what is stored, its head included, at most (joint has one task, all of them). Mean ± 95% "
+    "interval over seeds; of one or two seeds the values."
+)
+_OURS = "<!-- Written by confitune. Take this line out to keep the page as it is. -->\n"
+
+
+def write_pages(out: Path) -> None:
+    """Write `table.md` and `README.md` about the runs in `runs.jsonl`."""
+    results = list(finished_runs(out).values())
+    sections = sections_of(results)
+    pages = [
+        f"**{section.dataset}**, {section.heading()}\n\n{markdown_table(['method', *USUAL], section.cells(USUAL))}\n"
+        for section in sections
+    ]
+    write_whole(out / "table.md", lambda file: file.write("\n".join(pages).encode(errors="replace")))
+    methods = ", ".join(dict.fromkeys(name for section in sections for name in section.rows))
+    datasets = ", ".join(dict.fromkeys(section.dataset for section in sections))
+    write_readme(
+        out,
+        f"{len(results)} runs on {datasets}: {methods}. [table.md](table.md) compares them, `runs.jsonl` has a line of "
+        "each: accuracy after every task, configuration, versions, device and command.",
+        [result.command for result in results],
+    )
+
+
+def write_readme(out: Path, text: str, commands: Iterable[str]) -> None:
+    """Write `README.md`: what is here, and the commands that make it again; a page of the user's own is kept."""
+    path = out / "README.md"
+    if path.exists() and not path.read_text(errors="replace").startswith(_OURS):
+        return
+    pictures = "".join(f"\n![{path.stem}]({path.name})\n" for path in sorted(out.glob("*.png")))
+    made = "\n".join(dict.fromkeys(commands))
+    page = f"{_OURS}# {out.resolve().name}\n\n{text}\n\nMade by\n\n```sh\n{made}\n```\n{pictures}"
+    write_whole(path, lambda file: file.write(page.encode(errors="replace")))
+
+
+def draw_overview(out: Path, results: Sequence[RunResult]) -> Path | None:
+    """A picture of runs of one recipe, methods in the order given; none where no method learned task after task."""
+    dataset = results[0].dataset
+    figure = overview_of(Section(dataset, named(rows_of(results)), {}))
+    if figure is None:
+        return None
+    path = out / f"overview-{file_name(dataset)}.png"
+    save_figure(figure, path)
+    return path
+
+
+def overview_of(section: Section) -> Figure | None:
+    """None where no method learned task after task."""
+    measured = {name: np.stack([run.matrix for run in row.runs]) for name, row in section.rows.items()}
+    sequential = {name: stack for name, stack in measured.items() if not np.isnan(stack[:, 0, 0]).any()}
+    config = next(iter(section.rows.values())).config
+    title = ", ".join([section.dataset, *scenario_words(config), config["model"]])
+    return overview_figure(sequential, title=title) if sequential else None
+
+
+def write_report(folder: Path, out: Path | None = None, title: str | None = None) -> Path:
+    """Write a page about every result in `folder`, and return its path.
+
+    The page is one file: it loads nothing and can be sent as it is. The same results give the same bytes.
+
+    Args:
+        folder: what `confitune run` wrote, finished or not.
+        out: the page, `*.html`; default `report.html` in `folder`.
+        title: its heading; default: the folder's name.
+    """
+    out = out or folder / "report.html"
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ConfituneError(f"{out} is to be an HTML page: give it a name that ends in .html")
+    found = finished_runs(folder)
+    if not found:
+        elsewhere = next(iter(sorted(folder.rglob(RUNS))), None)
+        hint = f"but there is {elsewhere}" if elsewhere else f"`confitune run --out {folder}` writes some"
+        raise ConfituneError(f"no results in {folder}: {hint}")
+    started = (path for path in sorted((folder / WORK).glob("*/*/seed-*")) if path.is_dir())
+    known = {key[:8] for key in found}
+    unfinished = ["/".join(path.parts[-3:]) for path in started if path.name.rpartition("-")[2] not in known]
+    parts = [_tag("p", f"Not finished, and not counted: {', '.join(unfinished)}.")] if unfinished else []
+    parts += [part for section in sections_of(found.values()) for part in _section(section)]
+    title = escape(title or folder.resolve().name)
+    page = Template(files("confitune.experiments.reporting").joinpath("report.html").read_text(encoding="utf-8"))
+    text = page.substitute(title=title, body="\n".join(parts))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # A folder's name may hold bytes that are no text.
+    write_whole(out, lambda file: file.write(text.encode(errors="replace")))
+    return out
+
+
+def _section(section: Section) -> Iterator[str]:
+    """All that is said of one section, the best method first."""
+    methods = {name: row.runs for name, row in section.rows.items()}
+    for method, runs in methods.items():
+        if len(counts := {len(run.accuracy_matrix) for run in runs}) > 1:
+            raise ConfituneError(
+                f"the seeds of {method} on {section.dataset} differ in their number of tasks ({sorted(counts)}), so "
+                "there is no mean over them; keep those of one experiment"
+            )
+    yield _tag("h2", section.dataset)
+    yield _tag("p", f"{section.heading()}.")
+    yield html_table(["method", *COLUMNS], section.cells([*COLUMNS]))
+    yield _tag("p", EXPLAINED)
+    if figure := overview_of(section):
+        png = io.BytesIO()
+        write_png(figure, png)
+        yield f'<img alt="overview" src="data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}">'
+    yield _tag("h3", "Average accuracy on the tasks learned so far (%)")
+    tasks, rows = max(len(runs[0].accuracy_matrix) for runs in methods.values()), []
+    for method, runs in methods.items():
+        curves = np.stack([average_accuracy_curve(run.matrix) for run in runs])
+        rows.append([method, *map(shown, curves.T), *["-"] * (tasks - curves.shape[1])])
+    yield html_table(["method", *(f"after {k + 1}" for k in range(tasks))], rows)
+    yield _tag("h3", "Accuracy of each task after each task (%)")
+    for method, runs in methods.items():
+        matrices = np.stack([run.matrix for run in runs])
+        cells = [
+            [f"task {i + 1}", *("" if np.isnan(row[:, k]).all() else shown(row[:, k]) for k in range(row.shape[1]))]
+            for i, row in enumerate(matrices.swapaxes(0, 1))
+        ]
+        yield _tag("h4", method)
+        yield html_table(["", *(f"after {k + 1}" for k in range(matrices.shape[1]))], cells)
+    yield _tag("h3", "Tasks")
+    learned = max((runs[0].tasks for runs in methods.values()), key=len)
+    yield html_table(
+        ["task", "classes", "training images", "test images"],
+        [[t["name"], ", ".join(t["classes"]), str(t["train_images"]), str(t["test_images"])] for t in learned],
+    )
+    yield _tag("h3", "Runs")
+    for method, runs in methods.items():
+        for run in runs:
+            yield _tag("h4", f"{method}, seed {run.seed}")
+            facts = "".join(f"<li>{escape(name)}: {escape(text)}</li>" for name, text in _facts(run).items())
+            yield f"<ul>{facts}</ul>"
+
+
+def _facts(result: RunResult) -> dict[str, str]:
+    """What it takes to judge a run and to repeat it."""
+    known = filled(result.config)
+    options = known.pop("options")
+    set_options = [f"{part}.{name}={value}" for part, values in options.items() for name, value in values.items()]
+    return {
+        "accuracy": shown([result.acc]),
+        "seconds": shown([result.seconds]),
+        "device": result.device,
+        "execution": result.execution,
+        "command": result.command,
+        "options": ", ".join(set_options) or "none",
+        "configuration": ", ".join(f"{name}={value}" for name, value in known.items() if value is not None),
+        "versions": ", ".join(f"{package} {version}" for package, version in result.versions.items()),
+        "weights": result.weights,
+        "weights hash": result.weights_sha256,
+        "final hash": result.final_sha256,
+    }
+
+
+def _tag(name: str, text: str) -> str:
+    return f"<{name}>{escape(text)}</{name}>"

@@ -1,0 +1,283 @@
+"""Runs on a Ray cluster: every run a Ray task, which goes on from its checkpoint when its node dies.
+
+The driver hands runs out with a share of a node and collects what they give; a worker does them just as a local process
+does. What is going on in a run is in its logs, which lie in the shared folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from rich.console import Console
+
+from confitune import __version__
+from confitune.engine import Listener, RunResult, progress_board
+from confitune.errors import ConfituneError
+from confitune.experiments.runs.job import Job, Loaded, TrainingError, groups_of, side_by_side
+from confitune.experiments.runs.place import Place
+from confitune.experiments.runs.recipe import Recipe
+
+RETRIES = 5  # of a run whose worker or node died; each goes on from the run's checkpoint
+_STORE_BYTES = 100 * 2**20  # Ray's object store: results are small
+_LOOK_EVERY = 1.0  # seconds
+_SEEN_WITHIN = 15.0  # seconds: a network file system may show a new file late
+# A small network's steps gain little from more threads, and a number that does not depend on the node keeps the
+# last bits of a result the same on all of them.
+THREADS = 4
+
+
+@dataclass(frozen=True)
+class Share:
+    """CPUs and GPUs that a run takes from its node while it goes on; its torch gets as many threads as it has CPUs."""
+
+    cpus: int
+    gpus: float = 0
+
+
+def share_of(
+    nodes: Sequence[Mapping[str, float]], device: str, gpus: float | None = None, cpus: int | None = None
+) -> Share:
+    """A run's share, as asked for or by default.
+
+    By default a run that may use a GPU has one to itself where the cluster has any, and the CPUs that come with it
+    when its node's are divided evenly; a run on CPUs has 4 of them, or the smallest node's where that is fewer.
+
+    Args:
+        nodes: what each node of the cluster has, as Ray names it.
+        device: of the recipe: 'auto', 'cpu' or 'cuda'.
+
+    >>> share_of([{"CPU": 32, "GPU": 4}], "auto")
+    Share(cpus=8, gpus=1)
+    >>> share_of([{"CPU": 32, "GPU": 4}], "auto", gpus=0.25)
+    Share(cpus=2, gpus=0.25)
+    >>> share_of([{"CPU": 32}, {"CPU": 2}], "auto")
+    Share(cpus=2, gpus=0)
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfituneError(f"--device {device} names one GPU, and Ray chooses which a run gets: use --device cuda")
+    if gpus is not None and device == ("cpu" if gpus else "cuda"):
+        both = f"--gpus-per-run {gpus:g} and --device {device}"
+        raise ConfituneError(f"{both} contradict each other: leave one of them out")
+    if gpus is None:
+        gpus = 1 if device == "cuda" or (device == "auto" and any(node.get("GPU") for node in nodes)) else 0
+    if cpus is None:
+        if gpus:
+            even = [node["CPU"] * gpus / node["GPU"] for node in nodes if node.get("GPU") and node.get("CPU")]
+            cpus = max(1, int(min(even, default=1)))
+        else:
+            cpus = int(min([THREADS, *(node["CPU"] for node in nodes if node.get("CPU"))]))
+    return Share(cpus, gpus)
+
+
+@contextmanager
+def ray_place(
+    on: str, console: Console, parallel_seeds: int = 1, gpus: float | None = None, cpus: int | None = None
+) -> Iterator[RayPlace]:
+    """A Ray cluster as a place for runs; see `confitune.experiments.runs.place.open_place`."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfituneError(f"--on {on} needs Ray: pip install 'confitune[ray]'") from error
+    _connect(ray, on)
+    try:
+        with closing(RayPlace(ray, console, parallel_seeds, gpus, cpus)) as place:
+            yield place
+    finally:
+        ray.shutdown()
+
+
+def _connect(ray: Any, on: str) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    address = os.environ.get("RAY_ADDRESS", "") if on == "ray" else on
+    if not address:
+        options |= {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    else:
+        options |= {"address": address}
+        _require_answer(address, on)
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        where = f"the Ray cluster at {address} cannot be used" if address else "Ray cannot be started here"
+        raise ConfituneError(f"{where}: {error}") from error
+
+
+def _require_answer(address: str, on: str) -> None:
+    """Refuse an address at which nobody listens: Ray would end this process after a minute, without an exception."""
+    if address == "auto":  # Ray finds the one that runs on this machine
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfituneError(f"--on {on}: write local, ray, HOST:PORT or ray://HOST:PORT")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except OSError as error:
+        raise ConfituneError(f"nobody answers at {address} ({error}): is a Ray cluster running there?") from error
+
+
+class RayPlace(Place):
+    """A Ray cluster that this process is connected to."""
+
+    def __init__(self, ray: Any, console: Console, parallel_seeds: int, gpus: float | None, cpus: int | None) -> None:
+        super().__init__(console, parallel_seeds)
+        self._ray, self._gpus, self._cpus = ray, gpus, cpus
+        self._errands: dict[Any, Errand] = {}  # under way, by what Ray will put their results into
+        self._outcomes: dict[Path, RunResult | ConfituneError] = {}  # that nobody has asked for yet, by folder
+        self._board = progress_board(console)
+        self._bar = self._board.add_task("all runs", total=0, status="", left=None)
+
+    def settled(self, recipe: Recipe) -> Recipe:
+        """With the device and the precision that its runs will have on the cluster, whatever this machine has."""
+        cuda = self._share(recipe).gpus > 0
+        precision = ("bf16" if cuda else "fp32") if recipe.precision == "auto" else recipe.precision
+        return recipe.model_copy(update={"device": "cuda" if cuda else "cpu", "precision": precision})
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """Hand out all of them; Ray starts as many at a time as there is room for."""
+        remotes: dict[Share, Any] = {}
+        for group in groups_of(jobs, self.parallel_seeds):
+            share = self._share(group[0].recipe)
+            if share not in remotes:
+                self._say_if_nowhere(share)
+                resources = {"num_cpus": share.cpus, "num_gpus": share.gpus}
+                remotes[share] = self._ray.remote(**resources, max_retries=RETRIES)(work)
+            errand = Errand(tuple(group), share.cpus, Path.cwd(), group[0].out / f".shared-{uuid4().hex}", RETRIES + 1)
+            errand.token.parent.mkdir(parents=True, exist_ok=True)
+            errand.token.touch()
+            self._errands[remotes[share].options(name=group[0].label).remote(errand)] = errand
+        self._board.update(self._bar, total=(self._board.tasks[0].total or 0) + len(jobs))
+
+    def results(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, RunResult | ConfituneError]]:
+        """What became of jobs that were begun, in the order in which they end."""
+        waiting = {job.folder: job for job in jobs}
+        with self._board if self.console.is_terminal else nullcontext():
+            while waiting:
+                there = [folder for folder in waiting if folder in self._outcomes]
+                yield from ((waiting.pop(folder), self._outcomes.pop(folder)) for folder in there)
+                if waiting:
+                    self._collect()
+
+    def close(self) -> None:
+        """Stop what is under way; checkpoints stay for a later command to go on from."""
+        for task, errand in self._errands.items():
+            self._ray.cancel(task, force=True)
+            errand.token.unlink(missing_ok=True)
+
+    def _collect(self) -> None:
+        ended, _ = self._ray.wait(list(self._errands), num_returns=len(self._errands), timeout=_LOOK_EVERY)
+        for task in ended:
+            errand = self._errands.pop(task)
+            died = max(len(errand.tries()) - 1, 0)
+            for job, outcome in zip(errand.jobs, self._outcomes_of(task, errand), strict=True):
+                self._outcomes[job.folder] = outcome
+                self._board.advance(self._bar)
+                text = "failed"
+                if isinstance(outcome, RunResult):
+                    again = f"; its worker died {died} times, it went on from its checkpoint" if died else ""
+                    text = f"accuracy {outcome.acc:.1f}%{again}"
+                self.console.print(f"{job.label}: {text}", markup=False, highlight=False, soft_wrap=True)
+            errand.token.unlink(missing_ok=True)
+
+    def _outcomes_of(self, task: Any, errand: Errand) -> list[RunResult | ConfituneError]:
+        exceptions = self._ray.exceptions
+        try:
+            found: list[RunResult | ConfituneError] = self._ray.get(task)
+            return found
+        except exceptions.RayTaskError as error:  # nothing that a run raises on purpose
+            told = ConfituneError(f"failed on the cluster (every node needs confitune and what it imports):\n{error}")
+        except exceptions.RayError as error:
+            told = ConfituneError(f"{_died(len(errand.tries()))} ({error})")
+        return [told] * len(errand.jobs)
+
+    def _share(self, recipe: Recipe) -> Share:
+        return share_of(self._nodes(), recipe.device, self._gpus, self._cpus)
+
+    def _nodes(self) -> list[dict[str, float]]:
+        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+
+    def _say_if_nowhere(self, share: Share) -> None:
+        if not any(node.get("CPU", 0) >= share.cpus and node.get("GPU", 0) >= share.gpus for node in self._nodes()):
+            what = f"{share.cpus} CPUs" + (f" and {share.gpus:g} GPU" if share.gpus else "")
+            text = f"note: no node of the cluster has {what}: runs wait until one joins"
+            self.console.print(text, style="yellow", markup=False, highlight=False)
+
+
+@dataclass(frozen=True)
+class Errand:
+    """A group of runs, and what a worker must know to do them as the driver would."""
+
+    jobs: tuple[Job, ...]
+    threads: int  # of torch
+    home: Path  # the driver's folder, where relative paths begin
+    token: Path  # a file that the driver has written into the experiment's folder; each worker adds a line
+    most_tries: int  # Ray itself never gives up on a run that is killed for memory
+    version: str = __version__  # the driver's
+
+    def tries(self) -> list[str]:
+        """The nodes that have taken the runs on so far."""
+        return self.token.read_text().splitlines()
+
+
+def work(errand: Errand) -> list[RunResult | ConfituneError]:
+    """What became of each run: a result, or the error that stopped the group. Only its worker's death is not told."""
+    node = platform.node()
+    try:
+        _settle_in(errand, node)
+        torch.set_num_threads(errand.threads)
+        loaded = Loaded.of(errand.jobs[0])
+        # Where an earlier try of a run is still alive, it is waited for.
+        return [*side_by_side(errand.jobs, loaded, lambda job: nullcontext(Listener()), lambda job: None)]
+    except TrainingError as error:
+        return [error] * len(errand.jobs)
+    except torch.OutOfMemoryError as error:
+        message = f"out of GPU memory on {node}: give each run a larger share with --gpus-per-run ({error})"
+        return [ConfituneError(message)] * len(errand.jobs)
+    except (ConfituneError, OSError) as error:
+        return [ConfituneError(f"on {node}: {error}")] * len(errand.jobs)
+
+
+def _settle_in(errand: Errand, node: str) -> None:
+    """Be where the driver is, or say why that cannot be."""
+    if errand.version != __version__:
+        raise ConfituneError(
+            f"this node has confitune {__version__}, the command was given with {errand.version}: "
+            "install the same version everywhere"
+        )
+    try:
+        os.chdir(errand.home)
+    except OSError as error:
+        raise ConfituneError(_not_shared(errand.home)) from error
+    until = time.monotonic() + _SEEN_WITHIN
+    while not errand.token.exists():
+        if time.monotonic() > until:
+            raise ConfituneError(_not_shared(errand.token.parent))
+        time.sleep(0.5)
+    if (tried := len(errand.tries())) >= errand.most_tries:
+        raise ConfituneError(_died(tried))
+    with errand.token.open("a") as file:
+        file.write(f"{node}\n")
+
+
+def _not_shared(folder: Path) -> str:
+    return (
+        f"this node does not see {folder} as the machine does on which the command was given: on a cluster the folder "
+        "it is given in and --out must be on a file system that all nodes share, under the same path"
+    )
+
+
+def _died(times: int) -> str:
+    return (
+        f"its worker died {times} times; if that was for lack of memory, fewer runs at a time on a node help "
+        "(--cpus-per-run, --gpus-per-run), and --resume goes on from the checkpoint"
+    )

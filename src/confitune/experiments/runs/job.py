@@ -1,0 +1,229 @@
+"""One run of an experiment: what it computes, in which folder, and how this process does it.
+
+Several seeds of a method can be done side by side: they share the network that they start from, the images and the
+device.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from confitune.engine import (
+    CsvLog,
+    DivergedError,
+    Listener,
+    RunResult,
+    SequenceRun,
+    TensorBoardLog,
+    Turns,
+    add_result,
+    library_switches,
+    place,
+    read_results,
+    require_scenario,
+    steps_of,
+)
+from confitune.errors import ConfituneError
+from confitune.experiments.runs.identity import run_key
+from confitune.experiments.runs.recipe import Recipe
+from confitune.files import exclusive, remove_partial
+from confitune.nn import Backbone, ContinualNet, create_backbone
+from confitune.settings import TrainSettings
+from confitune.tasks import Progress, TaskSequence
+
+RUNS, WORK, LOCK = "runs.jsonl", "runs", ".lock"  # in an experiment's folder: a line for each run, folders of runs
+_LONGEST = 200  # bytes of a name; file systems take 255, and pictures say more than the dataset
+
+# From a network, its tasks, its settings and its folder to listeners that measure something on the way, and to a
+# function that says what they have measured when the run is over, by name.
+Watch = Callable[
+    [ContinualNet, TaskSequence, TrainSettings, Path], tuple[Sequence[Listener], Callable[[], dict[str, Any]]]
+]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One method of a recipe with one seed; it can be sent to another machine."""
+
+    recipe: Recipe
+    out: Path  # the folder of the experiment
+    method: str
+    seed: int
+    weights_sha256: str  # of the network that it starts from
+    command: str  # how the run was asked for, for its result
+    checkpoint_seconds: float = 30.0
+    watch: Watch | None = None  # a function of a module, so that other machines find it
+
+    @property
+    def folder(self) -> Path:
+        """Where its checkpoints and logs go; runs of other configurations have others."""
+        names = file_name(self.recipe.dataset), file_name(self.method), f"seed-{self.seed}-{self.key[:8]}"
+        return self.out.joinpath(WORK, *names)
+
+    @property
+    def label(self) -> str:
+        """What a person reads beside its progress."""
+        seed = f" seed {self.seed}" if self.recipe.seeds > 1 else ""
+        return f"{self.recipe.dataset} {self.method}{seed}"
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """What determines its result."""
+        return self.recipe.identity(self.method, self.seed, self.weights_sha256)
+
+    @cached_property
+    def key(self) -> str:
+        """The run's among all finished runs."""
+        return run_key(self.config)
+
+
+def finished_runs(out: Path) -> dict[str, RunResult]:
+    """The runs of an experiment by their keys, as they were finished; of the same run the last."""
+    return {run_key(result.config): result for result in read_results(out / RUNS)}
+
+
+class TrainingError(ConfituneError):
+    """Runs whose numbers became infinite.
+
+    Attributes:
+        results: of the others.
+    """
+
+    results: Sequence[RunResult] = ()
+
+
+def file_name(name: str) -> str:
+    """What the folder or file of a dataset or a method is called; a name that is too long is cut, with a checksum.
+
+    >>> file_name("photos:1-2+folder:/data/my images"), file_name("ewc+confit"), file_name("my/method.py:Mine")
+    ('photos-1-2+folder-data-my-images', 'ewc+confit', 'my-method.py-Mine')
+    """
+    plain = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-.")
+    return plain if len(plain) <= _LONGEST else f"{plain[: _LONGEST - 9]}-{zlib.crc32(os.fsencode(name)):08x}"
+
+
+def groups_of(jobs: Sequence[Job], size: int) -> list[list[Job]]:
+    """Runs of one method of one recipe, at most so many together: what one process does side by side."""
+    groups = []
+    for _, alike in groupby(jobs, lambda job: (job.method, job.out, job.recipe)):
+        same = list(alike)
+        groups += [same[start : start + size] for start in range(0, len(same), size)]
+    return groups
+
+
+def load_backbone(recipe: Recipe) -> Backbone:
+    """The recipe's network; a random start (weights 'none') is the same one in every run and after a resume."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return create_backbone(recipe.model, recipe.weights)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What runs of one recipe have in common in a process."""
+
+    backbone: Backbone
+    sequence: TaskSequence  # where it will be trained on
+
+    @classmethod
+    def of(cls, job: Job, progress: Progress | None = None) -> Loaded:
+        """The job's network and tasks; refused if the network's weights are not those it was planned with."""
+        recipe, backbone = job.recipe, load_backbone(job.recipe)
+        if backbone.weights_sha256 != job.weights_sha256:
+            raise ConfituneError(
+                f"the weights of {recipe.model} ({backbone.weights}) are not those that this run was planned with: "
+                "the file has changed, or this machine has another one of that name; make them the same"
+            )
+        device = recipe.torch_device()
+        sequence = recipe.load_tasks(backbone.mean, backbone.std, progress)
+        for method in map(recipe.method, recipe.methods):  # now, not after others have been trained
+            require_scenario(recipe.scenario, method, sequence)
+            if method.joint:
+                sequence.require_joinable()
+        _require_taken(backbone, sequence)
+        return cls(backbone, place(sequence, device, recipe.pixels))
+
+
+@torch.no_grad()
+def _require_taken(backbone: Backbone, sequence: TaskSequence) -> None:
+    """Refuse images of a size that the network does not take."""
+    kinds = {(task.preprocess, task.train.pixels.shape[2:]): task for task in reversed(sequence)}
+    for task in kinds.values():
+        inputs = task.inputs(task.train.batch(torch.tensor([0]))[0])
+        try:
+            copy.deepcopy(backbone.module).eval()(inputs)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            height, width = inputs.shape[2:]
+            raise ConfituneError(
+                f"{backbone.name} does not take images of {height} x {width} as in task {task.name!r} ({error}): "
+                "choose another --model"
+            ) from error
+
+
+Show = Callable[[Job], AbstractContextManager[Listener]]
+Busy = Callable[[Job], None]
+
+
+def side_by_side(group: Sequence[Job], loaded: Loaded, show: Show, busy: Busy) -> list[RunResult]:
+    """Results of runs of one method, which share the device; each is written as soon as it is there.
+
+    Args:
+        show: within, the listener shows the progress of a run.
+        busy: is called where another process works in a run's folder; unless it raises, the run waits.
+    """
+    settings = group[0].recipe.train_settings(0, group[0].method)
+    turns = Turns(len(group), apart=steps_of(loaded.sequence[0], settings) // len(group))
+    # Switches are the whole process's: set here, they stay while the runs' threads come and go.
+    with library_switches(settings, settings.step_mode(settings.torch_device())):
+        runs = [partial(_one, job, loaded, show, busy, turns.listener(turn)) for turn, job in enumerate(group)]
+        return turns.run(runs) if len(runs) > 1 else [runs[0]()]
+
+
+def _one(job: Job, loaded: Loaded, show: Show, busy: Busy, turn: Listener) -> RunResult:
+    with exclusive(job.folder / LOCK, lambda: busy(job)) as held:
+        if held:
+            remove_partial(job.folder)
+        result = finished_runs(job.out).get(job.key)  # of the process that was waited for, or that died right after it
+        if result is None:
+            with show(job) as progress:
+                result = _trained(job, loaded, progress, turn)
+            add_result(job.out / RUNS, result)
+        return result
+
+
+def _trained(job: Job, loaded: Loaded, progress: Listener, turn: Listener) -> RunResult:
+    folder, settings = job.folder, job.recipe.train_settings(job.seed, job.method)
+    method = job.recipe.method(job.method)
+    net = method.network(copy.deepcopy(loaded.backbone.module))
+    watching, measured = job.watch(net, loaded.sequence, settings, folder) if job.watch else ((), dict)
+    run = SequenceRun(
+        net,
+        loaded.sequence,
+        method,
+        settings,
+        scenario=job.recipe.scenario,
+        pretrained=loaded.backbone.module,
+        folder=folder,
+        config=job.config,
+        listeners=(progress, CsvLog(folder), TensorBoardLog(folder), *watching, turn),
+        checkpoint_seconds=job.checkpoint_seconds,
+        weights=loaded.backbone.weights,
+        command=job.command,
+    )
+    run.resume()
+    try:
+        return run.run().model_copy(update={"measured": measured()})
+    except DivergedError as error:
+        raise TrainingError(str(error)) from error

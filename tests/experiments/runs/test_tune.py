@@ -1,0 +1,483 @@
+"""The hyperparameter search: what is tried, what is held out, who wins, what goes on and what is refused."""
+
+import io
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+
+from confitune.engine import RunResult, SequenceRun, read_results
+from confitune.engine.result import summary_of
+from confitune.errors import ConfituneError
+from confitune.experiments import (
+    Point,
+    edge_note,
+    finished_runs,
+    make_recipe,
+    plan_search,
+    read_recipe,
+    run_recipe,
+    run_search,
+    search_table,
+    winner,
+)
+from confitune.experiments.runs.identity import filled
+from confitune.experiments.runs.job import TrainingError, load_backbone
+from confitune.experiments.runs.place import LocalPlace
+from confitune.nn import create_backbone
+from confitune.tasks import load_tasks
+
+ROUNDED = (75.7, 80.1, 91.2, 70.3, 66.6)  # their mean depends on their order, in its last bits
+
+
+def outcome(acc, forgotten, seed=0, seconds=10.0, config=None):
+    """A run with this average accuracy and forgetting."""
+    final = acc - forgotten / 2  # of the first task; the last one makes up for it
+    matrix = np.array([[final + forgotten, final], [math.nan, 2 * acc - final]])
+    images = {"classes": ["cat", "dog"], "train_images": 7, "test_images": 2}
+    tasks = [{"name": f"t{i}", **images, "norm_numbers": 0, "head_numbers": 34} for i in range(2)]
+    return RunResult(
+        dataset="digits",
+        method="ewc",
+        seed=seed,
+        **summary_of(matrix),
+        tasks=tasks,
+        config=config or {"model": "test_byobnet", "seed": seed},
+        versions={"torch": "2"},
+        device="cpu",
+        weights="start.pth",
+        weights_sha256="abc",
+        final_sha256="def",
+        seconds=seconds,
+        images_per_second=100.0,
+        command="confitune tune ewc",
+    )
+
+
+def point(value, *measured):
+    return Point(value, tuple(outcome(acc, fgt, seed) for seed, (acc, fgt) in enumerate(measured)))
+
+
+class Told(LocalPlace):
+    """Runs that are told what to give: by (value of the option, whether images are held out) -> results or an error.
+
+    `begun` says which runs were announced, `asked` which results were asked for.
+    """
+
+    def __init__(self, console=None, parallel_seeds=1):
+        super().__init__(console, parallel_seeds)
+        self.give, self.begun, self.asked = {}, [], []
+
+    def begin(self, jobs):
+        self.begun.append([(*self._point(job), job.seed) for job in jobs])
+
+    def results(self, jobs):
+        point = self._point(jobs[0])
+        self.asked.append((*point, jobs[0].out))
+        for job in jobs:
+            given = self.give[point]
+            job.out.mkdir(parents=True, exist_ok=True)
+            if isinstance(given, TrainingError):
+                yield job, given
+            elif isinstance(given, Exception):
+                raise given
+            else:
+                yield job, given[job.seed]
+
+    def _point(self, job):
+        (options,) = job.recipe.options.values()
+        return options["strength"], job.recipe.held_out is not None
+
+
+@pytest.fixture
+def told():
+    return Told()
+
+
+def planned(values, grid=("1", "10", "100"), **more):
+    return plan_search("ewc", {**values, **more}, grid=grid)
+
+
+# ---- what is tried ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "place", "grid"),
+    [
+        ("ewc", "ewc.strength", (300, 1000, 3000, 10000, 30000, 100000, 300000)),
+        ("si", "si.strength", (1, 2, 5, 10, 20, 50)),
+        ("rwalk", "rwalk.strength", (5, 10, 20, 50, 100, 200)),
+        ("mas", "mas.strength", (1, 3, 10, 30, 100, 300)),
+        ("mas-cpr", "cpr.beta", (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)),
+        ("mas-afec", "afec.strength", (0.001, 0.01, 0.1, 1, 10, 100, 1000, 10000)),
+        ("mas+cpr", "cpr.beta", (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)),
+        ("ewc+confit", "ewc.strength", (300, 1000, 3000, 10000, 30000, 100000, 300000)),
+    ],
+)
+def test_the_papers_option_and_grid_are_the_default(method, place, grid):
+    search = plan_search(method, {"dataset": "flowers102"})
+    assert (search.method, search.place, search.grid, search.held_out) == (method, place, grid, 0.1)
+
+
+def test_the_other_parts_keep_what_the_paper_chose_or_the_recipe_says():
+    for given, strength in (({}, 30), ({"options": {"mas": {"strength": 7}}}, 7)):
+        search = plan_search("mas-cpr", {"dataset": "flowers102", **given})
+        for value in search.grid:
+            mas, cpr = search.validation(value).method("mas-cpr").hooks
+            assert (mas.options.strength, cpr.options.beta) == (strength, value)
+
+
+def test_every_value_is_trained_as_the_methods_strengths_ask_for():
+    search = plan_search("ewc", {"dataset": "flowers102"}, grid=["1e4", "3e4", "1e5", "3e5"])
+    assert search.grid == (1e4, 3e4, 1e5, 3e5)
+    for value in search.grid:
+        for recipe in (search.validation(value), search.retraining(value)):
+            assert recipe.train_settings(0, "ewc").clip_norm == 100
+            assert recipe.method("ewc").options.mode == "train"
+
+
+def test_another_option_takes_its_own_grid():
+    search = plan_search("mas-cpr", {"dataset": "flowers102"}, "mas.strength")
+    assert search.grid == (1, 3, 10, 30, 100, 300)
+    mas, cpr = search.retraining(3).method("mas-cpr").hooks
+    assert (mas.options.strength, cpr.options.beta) == (3, 0.1)  # the paper's beta for flowers102
+
+
+def test_values_are_read_as_the_option_takes_them():
+    assert plan_search("ewc", {}, grid=["1e4", "300", "300.0", "0"]).grid == (0.0, 300.0, 10000.0)  # once each, rising
+    assert plan_search("ewc", {}, "ewc.fisher", ["exact", "batch"]).grid == ("exact", "batch")
+    assert plan_search("si", {}, "si.positive", ["true", "no"]).grid == (False, True)
+    assert plan_search("ccll", {}, "ccll.start", ["random", "identity"]).grid == ("random", "identity")
+    assert plan_search("ccll", {}, "ccll.start", ["random", "identity"]).retraining("identity").options == {
+        "ccll": {"start": "identity"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "option", "grid", "message"),
+    [
+        ("confit", None, (), "confit has no option to search, it needs none: `confitune run --method confit`"),
+        ("finetune", "lr", ("1", "2"), "finetune has no option to search"),
+        ("ewcc", None, (), "no method 'ewcc': did you mean 'ewc'?"),
+        ("cpr", None, (), "the paper searched no option of cpr; choose one with --option: cpr.beta"),
+        ("ccll", None, (), "choose one with --option: ccll.start, ccll.group, ccll.frozen"),
+        ("ewc", "ewc.lambda", (), "ewc has no option 'ewc.lambda'; there are ewc.strength, ewc.fisher, ewc.mode"),
+        ("ewc", "strength", (), "ewc has no option 'strength'"),
+        ("ewc", "mas.strength", (), "ewc has no option 'mas.strength'"),
+        ("ewc", "ewc.fisher", (), "the paper has no grid for ewc.fisher: give its values with --grid"),
+        ("ewc", None, ("300",), "two or more values to choose from, got 300: add --grid"),
+        ("ewc", None, ("300", "300.0"), "two or more values"),
+        ("ewc", None, ("300", "-1"), "options of ewc: strength: Input should be greater than or equal to 0"),
+        ("ewc", None, ("300", "many"), "options of ewc: strength: Input should be a valid number"),
+        ("ewc", "ewc.fisher", ("exact", "exct"), "options of ewc: fisher: Input should be"),
+    ],
+)
+def test_what_cannot_be_searched_is_explained(method, option, grid, message):
+    with pytest.raises(ConfituneError) as caught:
+        plan_search(method, {}, option, grid)
+    assert message in str(caught.value)
+
+
+# ---- what is held out ------------------------------------------------------------------------------------------------
+
+
+def rows(recipe):
+    backbone = load_backbone(recipe)
+    sequence = recipe.load_tasks(backbone.mean, backbone.std)
+    return [(task.train.rows.tolist(), task.test.rows.tolist()) for task in sequence]
+
+
+def test_a_tenth_of_every_class_is_held_out_and_the_test_images_are_left_alone(values):
+    recipe = planned(values).validation(10.0)
+    backbone = create_backbone(recipe.model, recipe.weights)
+    whole = load_tasks("digits", mean=backbone.mean, std=backbone.std, tasks=2)
+    split = recipe.load_tasks(backbone.mean, backbone.std)
+    for before, after in zip(whole, split, strict=True):
+        kept, held = set(after.train.rows.tolist()), set(after.test.rows.tolist())
+        assert not kept & held
+        assert kept | held == set(before.train.rows.tolist())
+        assert not held & set(before.test.rows.tolist())
+        for label in (0, 1):
+            count = int((before.train.labels == label).sum())
+            assert int((after.test.labels == label).sum()) == math.floor(count / 10 + 0.5)
+
+
+def test_the_split_is_the_same_for_every_value_and_method_and_another_with_another_order(values):
+    first = rows(planned(values).validation(1.0))
+    assert rows(planned(values).validation(100.0)) == first
+    assert rows(plan_search("mas", {**values, "seeds": 3}).validation(1.0)) == first
+    assert rows(planned(values).retraining(1.0)) != first
+    other = planned(values, order_seed=1).validation(1.0)
+    backbone = load_backbone(other)
+    tasks = load_tasks("digits", mean=backbone.mean, std=backbone.std, tasks=2, order_seed=1)
+    same, drawn = ([task.test.rows.tolist() for task in tasks.validating(0.1, seed)] for seed in (0, 1))
+    assert [test for _, test in rows(other)] == drawn != same
+
+
+def test_a_recipe_may_hold_out_another_share(values):
+    search = planned(values, held_out=0.3)
+    assert search.validation(1.0).held_out == 0.3
+    assert search.retraining(1.0).held_out is None
+
+
+def test_a_validation_is_another_run_than_a_full_one(values):
+    search = planned(values)
+    full = search.retraining(10.0).identity("ewc", 0, "abc")
+    validated = search.validation(10.0).identity("ewc", 0, "abc")
+    assert validated == {**full, "held_out": 0.1}
+
+
+# ---- who wins --------------------------------------------------------------------------------------------------------
+
+
+def test_the_highest_mean_accuracy_wins():
+    points = [point(1.0, (80, 1), (82, 1)), point(10.0, (70, 0), (95, 0)), point(100.0, (82, 0), (82, 0))]
+    assert winner(points).value == 10.0  # 81, 82.5, 82
+    assert winner(points[::2]).value == 100.0
+
+
+def test_of_equal_ones_the_one_that_forgets_less_then_the_first():
+    assert winner([point(1.0, (80, 3)), point(10.0, (80, 2)), point(100.0, (80, 2))]).value == 10.0
+    assert winner([point("exact", (80, 2)), point("batch", (80, 2))]).value == "exact"  # the first of words
+    better, same = point(10.0, *((a, 1) for a in ROUNDED)), point(1.0, *((a, 1) for a in ROUNDED[::-1]))
+    assert 0 < better.acc - same.acc < 1e-12  # the same accuracies in another order
+    assert winner([same, better]).value == 1.0
+
+
+def test_what_failed_never_wins():
+    assert winner([Point(1.0, failure="nan"), point(10.0, (13, 9))]).value == 10.0
+    assert winner([Point(1.0, failure="nan"), Point(2.0, failure="nan")]) is None
+    assert winner([]) is None
+
+
+def test_a_winner_at_the_edge_is_pointed_out(values):
+    search = planned(values)
+    for best, said in ((1.0, "the smallest value tried"), (100.0, "the largest value tried"), (10.0, "")):
+        note = edge_note(search, [point(value, (90 if value == best else 80, 1)) for value in search.grid])
+        assert said in note
+        assert bool(note) == bool(said)
+
+
+# ---- a search with runs that are told what to give -------------------------------------------------------------------
+
+
+def give(told, accs, retrained=70.0):
+    for value, acc in accs.items():
+        failed = isinstance(acc, Exception)
+        told.give[value, True] = acc if failed else [outcome(acc + d, 2.0, s) for s, d in enumerate((-1, 1))]
+        told.give[value, False] = [outcome(retrained + d, 3.0, s) for s, d in enumerate((-1, 1))]
+
+
+def test_every_value_is_run_and_the_winner_again_on_everything(told, values, tmp_path):
+    give(told, {1.0: 80, 10.0: 90, 100.0: 85})
+    points, retrained = run_search(planned(values, seeds=2), tmp_path, place=told)
+    assert told.asked == [*((v, True, tmp_path) for v in (1.0, 10.0, 100.0)), (10.0, False, tmp_path)]
+    assert told.begun == [  # the whole grid before any of its results is asked for
+        [(v, True, seed) for v in (1.0, 10.0, 100.0) for seed in (0, 1)],
+        [(10.0, False, seed) for seed in (0, 1)],
+    ]
+    assert [p.value for p in points] == [1.0, 10.0, 100.0]
+    assert [p.acc for p in points] == [80, 90, 85]
+    assert np.mean([r.acc for r in retrained]) == 70
+
+
+def test_without_retraining_nothing_is_tested(told, values, tmp_path):
+    give(told, {1.0: 80, 10.0: 90, 100.0: 85})
+    _, retrained = run_search(planned(values), tmp_path, place=told, retrain=False)
+    assert retrained == []
+    assert {held_out for _, held_out, _ in told.asked} == {True}
+    assert read_recipe(tmp_path / "winner.yaml")["options"] == {"ewc": {"strength": 10.0}}
+
+
+def test_a_search_that_is_broken_off_has_no_winner_yet(told, values, tmp_path):
+    give(told, {1.0: 80, 10.0: 90})
+    told.give[100.0, True] = ValueError("killed")
+    with pytest.raises(ValueError, match="killed"):
+        run_search(planned(values), tmp_path, place=told)
+    assert not (tmp_path / "winner.yaml").exists()
+
+
+def test_a_failed_value_is_shown_and_the_search_goes_on(told, values, tmp_path):
+    search = planned(values, seeds=2)
+    give(told, {1.0: 80, 10.0: TrainingError("the loss [of] task1 became nan"), 100.0: 85})
+    console = Console(file=io.StringIO(), width=160)
+    told.console = console
+    points, retrained = run_search(search, tmp_path, place=told)
+    assert [p.failure for p in points] == ["", "the loss [of] task1 became nan", ""]
+    assert "failed: the loss [of] task1 became nan" in console.file.getvalue()
+    console.print(search_table(search, points, retrained))
+    lines = console.file.getvalue().splitlines()
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    assert cells == [
+        ["1", "79.0, 81.0", "2.0, 2.0", "", "", "20", ""],
+        ["10", "", "", "", "", "0", "failed: the loss [of] task1 became nan"],
+        ["100", "84.0, 86.0", "2.0, 2.0", "69.0, 71.0", "3.0, 3.0", "20", "best"],
+    ]
+    assert [row.style for row in search_table(search, points, retrained).rows] == ["", "", "bold"]
+
+
+def test_where_all_fail_that_is_said(told, values, tmp_path):
+    give(told, dict.fromkeys((1.0, 10.0, 100.0), TrainingError("the loss became nan")))
+    with pytest.raises(ConfituneError, match=r"no value of ewc.strength could be trained; .* the loss became nan"):
+        run_search(planned(values), tmp_path, place=told)
+    assert [value for value, _, _ in told.asked] == [1.0, 10.0, 100.0]
+    assert json.loads((tmp_path / "search.json").read_text())["winner"] is None
+
+
+def test_an_error_before_training_is_no_failure_of_the_value(told, values, tmp_path):
+    give(told, {1.0: ConfituneError("no weights file"), 10.0: 80, 100.0: 80})
+    with pytest.raises(ConfituneError, match="no weights file"):
+        run_search(planned(values), tmp_path, place=told)
+    assert len(told.asked) == 1
+
+
+def test_progress_says_which_of_how_many(told, values, tmp_path):
+    give(told, {1.0: 80, 10.0: 79, 100.0: 79})
+    told.console = Console(file=io.StringIO(), width=150)
+    run_search(planned(values), tmp_path, place=told)
+    assert told.console.file.getvalue().splitlines() == [
+        "grid point 1 of 3: ewc.strength=1",
+        "grid point 2 of 3: ewc.strength=10",
+        "grid point 3 of 3: ewc.strength=100",
+        "retraining ewc with ewc.strength=1 on all training images",
+    ]
+
+
+# ---- real runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """(strength, seed, held out) of every run that is started."""
+    runs, run = [], SequenceRun.run
+
+    def spy(self):
+        runs.append((self.method.options.strength, self.settings.seed, self.config.get("held_out")))
+        return run(self)
+
+    monkeypatch.setattr(SequenceRun, "run", spy)
+    return runs
+
+
+DIVERGING = {"seeds": 2, "clip_norm": None, "pull_limit": None}  # at the largest strength
+
+
+@pytest.fixture(scope="session")
+def searched_once(values, tmp_path_factory):
+    """A finished search over three values, the last of which cannot be trained, with its retraining."""
+    out = tmp_path_factory.mktemp("searched") / "out"
+    points, retrained = run_search(planned(values, grid=("1", "1000", "1e30"), **DIVERGING), out)
+    return out, points, retrained
+
+
+@pytest.fixture
+def done(searched_once, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(searched_once[0], tmp_path / "done")
+
+
+def again(values, out, grid=("1", "1000", "1e30"), **more):
+    return run_search(planned(values, grid=grid, **{**DIVERGING, **more}), out, resume=True)
+
+
+def test_a_real_search_measures_on_the_held_out_images(searched_once, values):
+    out, points, retrained = searched_once
+    assert [p.value for p in points] == [1.0, 1000.0, 1e30]
+    assert "became" in points[2].failure
+    assert "smaller strength of ewc" in points[2].failure
+    for p in points[:2]:
+        assert [
+            (r.seed, r.config.get("held_out"), filled(r.config)["options"]["ewc"]["strength"]) for r in p.results
+        ] == [(seed, 0.1, p.value) for seed in (0, 1)]
+    full, held = retrained[0].tasks, points[0].results[0].tasks
+    for whole, part in zip(full, held, strict=True):
+        assert part["train_images"] + part["test_images"] == whole["train_images"]
+        assert part["test_images"] == pytest.approx(whole["train_images"] / 10, abs=1)
+    best = winner(points).value
+    assert [(r.config.get("held_out"), filled(r.config)["options"]["ewc"]["strength"]) for r in retrained] == [
+        (None, best)
+    ] * 2
+    held_out, full = (out / "table.md").read_text().split("\n**")
+    assert "tested on 10% of the training images" in held_out
+    assert "| ewc (ewc.strength=1) |" in held_out
+    assert f"| ewc (ewc.strength={best:g}) |" in full
+
+
+def test_the_winners_recipe_runs_and_gives_the_same_network(searched_once, values, tmp_path):
+    out, points, retrained = searched_once
+    best = winner(points).value
+    given = read_recipe(out / "winner.yaml")
+    assert given == {**values, **DIVERGING, "methods": ["ewc"], "options": {"ewc": {"strength": best}}}
+    assert (out / "winner.yaml").read_text().startswith(f"# ewc.strength={best:g}: the best of 1, 1000, 1e+30\n")
+    (result,) = run_recipe(make_recipe({**given, "seeds": 1}), tmp_path / "run")
+    assert result.final_sha256 == retrained[0].final_sha256
+    assert (result.acc, result.config) == (retrained[0].acc, retrained[0].config)
+
+
+def test_a_finished_search_is_read_again_and_only_what_failed_is_tried(searched_once, values, done, started):
+    points, retrained = again(values, done)
+    assert {strength for strength, _, _ in started} == {1e30}  # it fails again
+    assert points == searched_once[1]
+    assert retrained == searched_once[2]
+
+
+def test_resume_does_only_what_is_missing(searched_once, values, done, started):
+    missing = {searched_once[1][0].results[1].final_sha256, *(r.final_sha256 for r in searched_once[2])}
+    kept = [r for r in read_results(done / "runs.jsonl") if r.final_sha256 not in missing]
+    (done / "runs.jsonl").write_bytes(b"".join(r.line() for r in kept))
+    shutil.rmtree(done / "runs")
+    points, retrained = again(values, done)
+    best = winner(points).value
+    assert [run for run in started if run[0] != 1e30] == [(1.0, 1, 0.1), (best, 0, None), (best, 1, None)]
+    assert [[r.final_sha256 for r in p.results] for p in points] == [
+        [r.final_sha256 for r in p.results] for p in searched_once[1]
+    ]
+    assert [r.final_sha256 for r in retrained] == [r.final_sha256 for r in searched_once[2]]
+
+
+def test_one_more_value_is_run_alone(values, done, started):
+    again(values, done, grid=("1", "1000", "30", "1e30"))
+    assert [run for run in started if run[2] and run[0] != 1e30] == [(30.0, 0, 0.1), (30.0, 1, 0.1)]
+
+
+def test_what_is_there_is_refused_without_resume(values, done, started):
+    with pytest.raises(ConfituneError, match="holds a finished run of digits ewc: add --resume"):
+        run_search(planned(values, grid=("7", "1000"), clip_norm=None), done)  # said before 7 is trained
+    assert started == []
+
+
+@pytest.mark.parametrize("other", [{"lr": 0.5}, {"order_seed": 1}, {"held_out": 0.2}])
+def test_other_settings_are_other_runs(values, done, started, other):
+    before = finished_runs(done)
+    again(values, done, **other)
+    assert {(strength, seed) for strength, seed, held_out in started if held_out and strength != 1e30} == {
+        (1.0, 0),
+        (1.0, 1),
+        (1000.0, 0),
+        (1000.0, 1),
+    }
+    assert before.items() <= finished_runs(done).items()
+
+
+def test_a_full_run_is_never_taken_for_a_validation_nor_the_other_way_round(searched_once, values, done, started):
+    best = winner(searched_once[1]).value
+    full = planned(values, **DIVERGING).retraining(best)
+    assert tuple(run_recipe(full, done, resume=True)) == tuple(searched_once[2])
+    assert started == []
+    kept = [r for r in read_results(done / "runs.jsonl") if r.config.get("held_out")]
+    (done / "runs.jsonl").write_bytes(b"".join(r.line() for r in kept))
+    shutil.rmtree(done / "runs")
+    run_recipe(full, done, resume=True)
+    assert started == [(best, 0, None), (best, 1, None)]
+
+
+def test_the_retraining_of_another_winner_goes_beside(told, values, tmp_path):
+    give(told, {1.0: 80, 10.0: 90, 100.0: 85, 1000.0: 95})
+    run_search(planned(values), tmp_path, place=told)
+    run_search(planned(values, grid=("1", "10", "100", "1000")), tmp_path, place=told, resume=True)
+    assert [value for value, held_out, _ in told.asked if not held_out] == [10.0, 1000.0]
+    assert yaml.safe_load((tmp_path / "winner.yaml").read_text())["options"] == {"ewc": {"strength": 1000.0}}

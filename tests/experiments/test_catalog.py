@@ -1,0 +1,157 @@
+"""What `confitune methods` says, against networks and methods themselves."""
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from confitune.errors import ConfituneError
+from confitune.experiments import make_recipe, merge_settings, method_options, method_page, methods_table, plan_search
+from confitune.experiments.catalog import NETWORK, report_method
+from confitune.experiments.paper.numbers import searched
+from confitune.methods import METHODS, create_method
+from confitune.nn import build_model
+
+SHARED = 11_176_512  # weights of ResNet18 without its head
+CONVOLUTIONS = SHARED - 2 * 4800  # less the affine parameters of its batch norms
+ADDED = [name for name, kind in METHODS.items() if not kind.is_base()]
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return {name: report_method(name) for name in METHODS}
+
+
+def test_every_method_is_there_with_all_that_is_said_of_it(reports):
+    assert list(reports) == list(METHODS)
+    for name, report in reports.items():
+        assert (report.summary, report.reference) == (METHODS[name].summary, METHODS[name].reference)
+        assert report.summary
+        assert report.shares
+        assert report.in_addition
+    assert reports["confit"].reference == "Jie et al., CVPR Workshops 2022"
+    assert ADDED == ["ewc", "si", "rwalk", "mas", "cpr", "afec"]
+    assert all(reports[name].reference for name in ADDED)
+
+
+@pytest.mark.parametrize("name", ["finetune", "linear-probe", "task-bn", "confit", "best", "ccll"])
+def test_numbers_a_task_are_those_a_real_network_stores(reports, name):
+    net = create_method(name).network(build_model(NETWORK))
+    net.add_task("one", 10)
+    with torch.no_grad():
+        net.train()(torch.zeros(2, 3, 32, 32))
+    net.finish_task()
+    assert reports[name].numbers_per_task == net.storage()["one"].beside_head
+
+
+def test_the_numbers_that_are_known(reports):
+    found = {name: report.numbers_per_task for name, report in reports.items()}
+    assert (found["confit"], found["task-bn"], found["finetune"], found["joint"]) == (45_523, 19_200, 0, 0)
+    assert found["best"] == 19_200 + 4 * 8_839  # a change of rank 1: outputs, inputs, window
+    assert found["single-task"] == SHARED + 2 * 4800  # a network for every task, with its running moments
+    assert found["ccll"] - found["task-bn"] == (9 + 1 + 4) * 4_800  # its 3x3 convolutions, gates and their norms
+
+
+def test_two_methods_keep_the_pretrained_batch_norms_once_and_lda_second_moments(reports):
+    kept = {name: report.numbers_once for name, report in reports.items() if name not in ADDED and report.numbers_once}
+    assert kept == {"best": 4 * 4_800, "ccll": 4 * 4_800, "lda": 512**2}
+
+
+@pytest.mark.parametrize(
+    ("name", "per_weight"), [("ewc", 2), ("si", 2), ("mas", 2), ("rwalk", 4), ("cpr", 0), ("afec", 0)]
+)
+def test_methods_that_are_added_keep_so_many_numbers_per_shared_weight_once(reports, name, per_weight):
+    report = reports[name]
+    assert (report.numbers_per_task, report.numbers_once) == (0, per_weight * SHARED)
+
+
+def test_a_composed_method_has_what_its_parts_have():
+    report = report_method("mas+rwalk+confit")
+    assert report.numbers_per_task == 45_523
+    assert report.numbers_once == 6 * CONVOLUTIONS  # batch norms are each task's own
+    for part in ("confit", "mas", "rwalk"):
+        assert METHODS[part].summary in report.summary
+    assert {option.name.split(".")[0] for option in method_options("mas+rwalk+confit")} == {"mas", "rwalk"}
+
+
+def test_what_tasks_share(reports):
+    assert {name: report.shares for name, report in reports.items() if name not in ADDED} == {
+        "finetune": "the backbone",
+        "best": "convolutions, frozen",
+        "confit": "convolutions",
+        "hierarchical": "the backbone",
+        "finetune-xconv": "convolutions",
+        "task-bn": "convolutions",
+        "bn-only": "convolutions, frozen",
+        "first-session": "convolutions",
+        "lora": "convolutions, frozen",
+        "linear-probe": "the backbone, frozen",
+        "lda": "the backbone, frozen",
+        "single-task": "nothing",
+        "joint": "the backbone",
+        "ccll": "convolutions",
+    }
+
+
+def test_options_come_with_defaults_descriptions_and_the_papers_values():
+    options = {option.name: option for option in method_options("mas-cpr")}
+    assert list(options) == ["mas.strength", "mas.output", "mas.gradients", "mas.mode", "cpr.beta"]
+    assert (options["mas.strength"].default, options["mas.strength"].description) == (30.0, "lambda")
+    assert options["cpr.beta"].paper == {"cifar100": 0.2, "cub200": 0.02, "caltech101": 0.01, "flowers102": 0.1}
+    assert options["mas.output"].paper == {}
+    for row in searched():
+        (option,) = (o for o in method_options(row.method) if o.name == f"{row.part}.{row.option}")
+        assert option.paper == row.chosen
+
+
+@pytest.mark.parametrize("name", [*METHODS, "mas-cpr", "ewc+confit"])
+def test_the_examples_are_commands_that_are_understood(name):
+    run, *tune = [line.strip() for line in printed(method_page(name)).splitlines() if line.startswith("confitune ")]
+    words = run.split()
+    assert words[:4] == ["confitune", "run", "--method", name]
+    make_recipe(merge_settings({"methods": [name]}, [words[5]] if len(words) > 4 else []))
+    for command in tune:
+        assert command == f"confitune tune {name}"
+        assert len(plan_search(name, {}).grid) > 1
+    assert bool(tune) == (name in {"ewc", "si", "rwalk", "mas", "mas-cpr", "ewc+confit"})
+
+
+def test_an_unknown_method_is_answered_with_the_nearest():
+    with pytest.raises(ConfituneError, match=r"no method 'ewcc': did you mean 'ewc'\?"):
+        report_method("ewcc")
+
+
+def printed(what, width=150):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(what)
+    return console.file.getvalue()
+
+
+def rows(text):
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line[:1] == "│"]
+
+
+def test_the_table_has_a_row_for_every_method():
+    text = printed(methods_table())
+    found = {row[0]: row for row in rows(text) if row[0]}
+    assert list(found) == list(METHODS)
+    assert (found["confit"][3], found["confit"][4]) == ("45,523", "0")
+    assert (found["ewc"][3], found["ewc"][4]) == ("0", "22,353,024")
+    assert "Kirkpatrick et al., PNAS" in text
+
+
+def test_the_table_fits_eighty_columns():
+    text = printed(methods_table(), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert {"finetune-xconv", "45,523", "22,353,024"} <= {cell for row in rows(text) for cell in row}
+
+
+def test_the_page_of_a_method_shows_its_options_and_how_to_call_it():
+    text = printed(method_page("ewc"))
+    (strength,) = [row for row in rows(text) if row[0] == "ewc.strength"]
+    assert strength == ["ewc.strength", "300", "1000", "3000", "30000", "100000", "lambda"]
+    assert "confitune run --method ewc --set ewc.strength=300" in text
+    assert "confitune tune ewc" in text
+    assert "settings of the network" not in text
+    assert "settings of the network that matter to it: means, statistics\n" in printed(method_page("confit"))
