@@ -151,13 +151,14 @@ def test_what_is_ready_is_bounded_and_answers_as_if_all_were(bundles):
 
 def test_a_file_is_hashed_once(bundles, monkeypatch):
     hashed, real = [], hashlib.sha256
-    monkeypatch.setattr(formats.hashlib, "sha256", lambda data: (hashed.append(len(data)), real(data))[1])
+    monkeypatch.setattr(formats.hashlib, "sha256", lambda data=b"": (hashed.append(len(data)), real(data))[1])
     predictor = Predictor.from_bundle(bundles[FEW], device="cpu", ready=1)
     pixels = torch.zeros(1, 3, 224, 224, dtype=torch.uint8)
     for task in ("t1", "t2", "t1", "t2", "t1"):
         predictor.predict(pixels, [task])
     of = predictor.bundle.tasks
-    assert hashed[-3:] == [backbone_of(bundles[FEW]).stat().st_size, of["t1"].file.bytes, of["t2"].file.bytes]
+    files = [size for size in hashed if size]  # what is hashed piece by piece begins empty
+    assert files[-3:] == [backbone_of(bundles[FEW]).stat().st_size, of["t1"].file.bytes, of["t2"].file.bytes]
 
 
 def test_a_file_that_lost_its_end_is_noticed_though_it_was_hashed(backbone, real, tmp_path):

@@ -106,6 +106,7 @@ def test_several_listeners_hear_the_same_in_order():
         "run_started": ("confit", ["t"], 5, 0),
         "task_started": (0, "t", 0),
         "stage_started": ("head",),
+        "busy_with": ("judging",),
         "step_done": (1, 3),
         "epoch_ended": ("end",),
         "task_tested": (1, 2),

@@ -13,9 +13,9 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
@@ -26,6 +26,9 @@ from confitune.experiments.runs.identity import filled
 from confitune.experiments.runs.job import RUNS, WORK, file_name, finished_runs
 from confitune.files import write_whole
 from confitune.metrics import average_accuracy_curve
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 EXPLAINED = (
     "ACC: accuracy over all tasks at the end. FGT: what earlier tasks lost since their best. When learned: accuracy of "
