@@ -80,6 +80,7 @@ PARTS = {
         tables.space_table,
         figures.space_figure,
     ),
+    "predict": Part("One task against a guess", tables.about_predict, tables.predict_table),
     "export": Part("One ONNX file of many tasks against a file of each", tables.about_export, tables.export_table),
     "mixed": Part("A mixed batch against one of a single task", tables.about_mixed, tables.mixed_table),
     "many": Part("A bundle of many tasks against one of few", tables.about_many, tables.many_table),

@@ -337,6 +337,22 @@ def mixed_table(numbers: Numbers) -> str:
     return table(["tasks in the batch", "milliseconds", "against one task"], rows)
 
 
+def about_predict(numbers: Numbers) -> str:
+    return f"{numbers['model']}, {numbers['tasks']} tasks, images of {numbers['pixels']} pixels, preprocessing apart"
+
+
+def predict_table(numbers: Numbers) -> str:
+    batches = numbers["times"]
+    ways = [[way, *(f"{of['ms'][way]:.1f}" for of in batches)] for way in batches[0]["ms"]]
+    ratios = [[way, *(times(of["ratios"][way]) for of in batches)] for way in batches[0]["ratios"]]
+    first, *others = numbers["start_seconds"].items()
+    starts = [[f"{what}, against {first[0]}", times(seconds / first[1])] for what, seconds in others]
+    head = ["", *(f"batch {of['batch']}" for of in batches)]
+    return (
+        f"{table(['ms an image', *head[1:]], ways)}\n{table(head, ratios)}\n{table(['start of a command', ''], starts)}"
+    )
+
+
 def about_export(numbers: Numbers) -> str:
     return (
         f"{numbers['model']}, {numbers['tasks']} tasks, {numbers['batch_size']} images of {numbers['pixels']} pixels, "

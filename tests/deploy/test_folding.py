@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from confitune.deploy.folding import folded
 from confitune.errors import ConfituneError
-from confitune.nn import Calibrations, ContinualNet, Deltas, Norms, XconvNorms
+from confitune.methods.ccll import Calibrations
+from confitune.nn import ContinualNet, Deltas, Norms, XconvNorms
 
 
 @torch.no_grad()

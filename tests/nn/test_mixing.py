@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from confitune.errors import ConfituneError
-from confitune.nn import Calibrations, ContinualNet, Head, Norms, XconvNorms
+from confitune.methods.ccll import Calibrations
+from confitune.nn import ContinualNet, Head, Norms, XconvNorms
 
 
 def tiny_efficientnet() -> nn.Module:

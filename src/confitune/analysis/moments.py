@@ -28,7 +28,8 @@ from confitune.engine import TrainSettings
 from confitune.engine.feed import batches
 from confitune.errors import ConfituneError
 from confitune.files import write_whole
-from confitune.nn import Calibrations, ContinualNet, XconvNorms, trace_flow
+from confitune.methods.ccll import Calibrations
+from confitune.nn import ContinualNet, XconvNorms, trace_flow
 from confitune.tasks import Task
 
 _SLICE = 32  # images turned into float64 at a time

@@ -12,7 +12,8 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from confitune.nn import Calibrations, ContinualNet, Deltas, InputMeans, guess_input
+from confitune.methods.ccll import Calibrations
+from confitune.nn import ContinualNet, Deltas, InputMeans, guess_input
 from confitune.nn.geometry import Size
 
 

@@ -10,8 +10,7 @@ from confitune.nn.backbones import (
     without_memory,
 )
 from confitune.nn.continual import ContinualNet
-from confitune.nn.pairing import guess_input, trace_flow
-from confitune.nn.parts.calibrations import Calibrations
+from confitune.nn.pairing import Flow, guess_input, trace_flow
 from confitune.nn.parts.deltas import Deltas
 from confitune.nn.parts.head import Head
 from confitune.nn.parts.input_means import InputMeans
@@ -21,9 +20,9 @@ from confitune.nn.parts.xconv import NoBatchNormError, XconvNorms
 
 __all__ = [
     "Backbone",
-    "Calibrations",
     "ContinualNet",
     "Deltas",
+    "Flow",
     "Head",
     "InputMeans",
     "Moments",
