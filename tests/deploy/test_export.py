@@ -14,7 +14,8 @@ from confitune.deploy.export import check_export, export_network
 from confitune.deploy.export import export as exporting
 from confitune.deploy.export import onnx as onnx_format
 from confitune.errors import ConfituneError
-from confitune.nn import Calibrations, Deltas, Norms, XconvNorms
+from confitune.methods.ccll import Calibrations
+from confitune.nn import Deltas, Norms, XconvNorms
 from confitune.tasks import Preprocess
 
 onnx = pytest.importorskip("onnx")

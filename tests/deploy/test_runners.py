@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from confitune.deploy import Bundle, Predictor, runners
 from confitune.deploy.folding import folded
 from confitune.deploy.runners import Runners
-from confitune.nn import Calibrations, Deltas, Norms, build_model, headless
+from confitune.methods.ccll import Calibrations
+from confitune.nn import Deltas, Norms, build_model, headless
 
 SIZE = 48
 
