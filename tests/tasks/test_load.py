@@ -167,3 +167,13 @@ def test_two_datasets_that_are_stored_alike_are_joined(class_folders: Path, tmp_
     pixels, labels = whole.test.batch(torch.arange(len(whole.test)))
     found = [whole.classes[label].partition(":")[2] for label in labels]
     assert found == [["ant", "bee", "cat"][label_of(p)] for p in pixels]
+
+
+def test_folders_beside_each_other_are_tasks_of_their_own_sizes(class_folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(class_folders, tmp_path / "other")
+    for folder in list((tmp_path / "other").rglob("cat")):
+        shutil.rmtree(folder)
+    name, cache = f"folder:{class_folders}+folder:{tmp_path / 'other'}", str(tmp_path / "cache")
+    tasks = load_tasks(name, cache_dir=cache, **GREY)
+    assert [sorted(task.classes) for task in tasks] == [["ant", "bee", "cat"], ["ant", "bee"]]
+    assert tasks.unused_classes == ()

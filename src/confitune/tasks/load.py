@@ -29,8 +29,8 @@ def load_tasks(
     *,
     mean: Sequence[float],
     std: Sequence[float],
-    data_dir: Path | None = None,
-    cache_dir: Path | None = None,
+    data_dir: Path | str | None = None,
+    cache_dir: Path | str | None = None,
     pipeline: str = "clean",
     order_seed: int = 0,
     tasks: int | None = None,
@@ -56,8 +56,9 @@ def load_tasks(
         order_seed: of the order of classes, and so of which classes make a task; the paper's is 0. The same in every
             part. A function of your own orders its tasks itself.
         tasks: only the first so many tasks, of all parts together. Parts after them are not read.
-        classes_per_task: in every part; default as in `DATASETS`; for a folder a fifth of its classes, or 2 if it has
-            fewer than 10. Classes left over when cutting are not used; `TaskSequence.unused_classes` names them.
+        classes_per_task: in every part; default as in `DATASETS`. A folder beside others is one task; alone, its tasks
+            have a fifth of its classes each, or 2 if it has fewer than 10. Classes left over when cutting are not used;
+            `TaskSequence.unused_classes` names them.
         download: fetch a dataset that is not there, where that is possible (all of the paper's but cub200).
         progress: called as progress(what, done, total) while images are decoded.
 
@@ -81,7 +82,8 @@ def load_tasks(
                 "does; use 'clean', which takes whole images"
             )
         number = len(images.classes)
-        usual = part.info.classes_per_task or (number // 5 if number >= 10 else 2)
+        alone = number // 5 if number >= 10 else 2
+        usual = part.info.classes_per_task or (number if len(parts) > 1 else alone)
         per_task = usual if classes_per_task is None else classes_per_task
         try:
             groups, left = cut_into_tasks(class_order(number, order_seed), per_task)
@@ -117,7 +119,7 @@ def load_tasks(
 
 
 def load_folder_task(
-    folder: Path,
+    folder: Path | str,
     name: str,
     *,
     mean: Sequence[float],
@@ -125,7 +127,7 @@ def load_folder_task(
     size: int = CROP,
     known: Sequence[str] = (),
     skip_broken: bool = False,
-    cache_dir: Path | None = None,
+    cache_dir: Path | str | None = None,
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Task:
@@ -143,7 +145,7 @@ def load_folder_task(
     """
     broken: frozenset[str] = frozenset()
     while True:
-        images = read_folder(folder.expanduser(), least=1 if known else 2, without=broken)
+        images = read_folder(Path(folder).expanduser(), least=1 if known else 2, without=broken)
         classes = (*known, *(name for name in images.classes if name not in known))
         places = np.array([classes.index(name) for name in images.classes])
         images = replace(images, classes=classes, labels=places[images.labels])
@@ -191,12 +193,12 @@ def _task(name: str, images: ImageSet, group: Sequence[int], pixels: Tensor, pre
 
 
 def _pixels(
-    label: str, images: ImageSet, pipeline: Pipeline, cache_dir: Path | None, progress: Progress | None
+    label: str, images: ImageSet, pipeline: Pipeline, cache_dir: Path | str | None, progress: Progress | None
 ) -> Tensor:
     """Of all images; files are decoded once, into a store."""
     if images.pixels is not None:
         return images.pixels
-    cache = (cache_dir or _home("CACHE", "store")).expanduser()
+    cache = Path(cache_dir or _home("CACHE", "store")).expanduser()
     return open_store(label, images.folder, images.files, pipeline, cache, progress)
 
 

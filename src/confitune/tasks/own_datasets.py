@@ -86,8 +86,8 @@ def _as_tensor(image: Any, task: str, index: int) -> Tensor:
         if fits and image.ndim == 3 and image.shape[0] in (1, 3):
             return image.detach().cpu().expand(3, -1, -1)
     raise DataError(
-        f"task {task!r}: image {index} is {got}; expected a PIL image, or a uint8 or float tensor [C,H,W] "
-        "with one or three channels (torchvision.transforms.ToTensor makes one)"
+        f"task {task!r}: image {index} is {got}; expected a PIL image, a uint8 tensor [C,H,W] with one or three "
+        "channels (torchvision.transforms.PILToTensor makes one), or a float tensor that is already normalised"
     )
 
 

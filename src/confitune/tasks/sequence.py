@@ -128,7 +128,7 @@ class TaskSequence(Sequence[Task]):
         cls,
         datasets: Sequence[Dataset[Any] | tuple[Dataset[Any], Dataset[Any]]],
         *,
-        name: str,
+        name: str = "own",
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
         resize: int | None = None,
