@@ -652,7 +652,7 @@ def test_help_shows_how_datasets_are_joined(confitune, command):
     said = " ".join(confitune(command, "--help").out.replace("│", " ").split())
     assert "photos:1-2+digits:1+photos:3-5" in said
     assert "or your own: FILE.py:FUNCTION" in said
-    assert "only the first so many tasks, of all parts of the dataset together" in said
+    assert "use only the first N tasks" in said
 
 
 def test_help_shows_how_a_run_can_be_made_faster(confitune):

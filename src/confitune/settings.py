@@ -41,28 +41,26 @@ class DataSettings(BaseModel):
 
     dataset: Name = Field(
         "photos",
-        description="photos, digits (both offline), flowers102, cifar100, cub200, caltech101, folder:PATH, or your "
-        "own: FILE.py:FUNCTION; tasks of several, counted from 1: photos:1-2+digits:1+photos:3-5",
+        description="photos or digits (no download needed), flowers102, cifar100, cub200, caltech101, folder:PATH, or "
+        "your own FILE.py:FUNCTION; join tasks of several datasets with '+': photos:1-2+digits:1+photos:3-5",
     )
     data_dir: Folder | None = Field(None, description="folder that holds the datasets")
-    cache_dir: Folder | None = Field(None, description="folder for decoded images")
+    cache_dir: Folder | None = Field(None, description="folder for the cache of decoded images")
     order_seed: int = Field(
-        0, ge=0, lt=2**63, description="seed of the order of classes, and so of which classes make a task (paper: 0)"
+        0, ge=0, lt=2**63, description="seed of the class order, which decides the classes of each task (paper: 0)"
     )
-    tasks: int | None = Field(
-        None, ge=1, description="only the first so many tasks, of all parts of the dataset together"
-    )
-    classes_per_task: int | None = Field(None, ge=2, description="in every part of the dataset; default: the dataset's")
+    tasks: int | None = Field(None, ge=1, description="use only the first N tasks")
+    classes_per_task: int | None = Field(None, ge=2, description="classes in each task; default: the dataset's own")
     held_out: float | None = Field(
-        None, gt=0, lt=1, description="test on this share of the training images instead, to choose options by"
+        None, gt=0, lt=1, description="test on this fraction of the training images instead, to tune settings"
     )
     scenario: Scenario = Field(
         "task",
-        description="task: the task of a test image is given; class: it is not, all classes learned so far compete; "
-        "domain: nor is it, and every task has the same classes, in images of another kind",
+        description="task: the task of a test image is known; class: it is unknown, and all classes so far compete; "
+        "domain: it is unknown, and all tasks have the same classes in different kinds of images",
     )
     pipeline: Literal["clean", "published"] = Field(
-        "clean", description="how images are prepared; published: as the paper's code did, for the paper's datasets"
+        "clean", description="preprocessing; published: what the paper's code does, for the paper's datasets only"
     )
 
 
@@ -71,15 +69,15 @@ class NetworkSettings(BaseModel):
 
     model_config = _STRICT
 
-    model: Name = Field("tf_efficientnet_lite0", description="a timm or torchvision name, e.g. resnet18.tv_in1k")
+    model: Name = Field("tf_efficientnet_lite0", description="a timm or torchvision model name, e.g. resnet18.tv_in1k")
     weights: Name | None = Field(
-        None, description="a .safetensors or .pth file, or 'none' for a random start; default: the published ones"
+        None, description="a .safetensors or .pth file, or 'none' for random weights; default: pre-trained"
     )
     means: Literal["window", "phase"] = Field(
-        "window", description="input means of Xconv BN: window (exact) or phase (the paper's, fewer numbers)"
+        "window", description="input means that Xconv BN keeps: window (exact) or phase (the paper's, smaller)"
     )
     statistics: Literal["running", "pass"] = Field(
-        "running", description="when input means are measured: in the last steps (the paper's), or in a pass after them"
+        "running", description="when input means are measured: in the last training steps (paper), or in an extra pass"
     )
 
 
@@ -88,68 +86,73 @@ class TrainSettings(BaseModel):
 
     model_config = _STRICT
 
-    epochs: int = Field(10, ge=1, description="epochs per task; a run's default: the method's, or the dataset's")
+    epochs: int = Field(10, ge=1, description="epochs per task; default of a run: the method's or the dataset's")
     min_steps: int = Field(
-        0, ge=0, description="steps that a task gets at least, by more epochs where it has few images (paper: any)"
+        0, ge=0, description="minimum number of training steps per task; small tasks get more epochs (paper: none)"
     )
     batch_size: int = Field(
-        32, ge=2, description="images per step; a smaller last batch is dropped; a run's default: the dataset's"
+        32, ge=2, description="images per step; an incomplete last batch is dropped; default of a run: the dataset's"
     )
-    last_batch: bool = Field(False, description="train on the smaller last batch of an epoch, too (CPR code)")
-    seed: int = Field(0, ge=0, description="of head initialisation and batch order; of several runs the first one's")
+    last_batch: bool = Field(False, description="keep the incomplete last batch of an epoch (CPR code)")
+    seed: int = Field(
+        0, ge=0, description="random seed of head initialisation and batch order; with several runs, that of the first"
+    )
     lr: float = Field(0.01, gt=0, le=1e38, description="learning rate (paper: 0.01)")
-    optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="made anew for each task (paper: sgd)")
-    momentum: float = Field(0.0, ge=0, lt=1, description="of SGD (paper: none)")
-    weight_decay: float = Field(0.0, ge=0, description="L2 penalty on weights (paper: none)")
+    optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="created anew for each task (paper: sgd)")
+    momentum: float = Field(0.0, ge=0, lt=1, description="momentum of SGD (paper: 0)")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay (paper: 0)")
     clip_norm: float | None = Field(
-        None, gt=0, description="scale gradients, penalties included, down to this norm; default: no clipping"
+        None, gt=0, description="clip the gradient norm, penalties included; default: no clipping"
     )
     pull_limit: float | None = Field(
         None,
         gt=0,
-        description="a penalty pulls no weight by more than this times its distance in a step; from 2 on plain steps "
-        "swing up. Default: 1 with methods that pull; no limit in `reproduce`",
+        description="largest fraction of the way back that a quadratic penalty may move a weight in one step; SGD "
+        "diverges above 2. Default: 1 with penalty methods; no limit in `reproduce`",
     )
-    lr_schedule: Literal["constant", "cosine", "step"] = Field("constant", description="over a task (paper: constant)")
+    lr_schedule: Literal["constant", "cosine", "step"] = Field(
+        "constant", description="learning rate schedule within a task (paper: constant)"
+    )
     lr_milestones: tuple[float, ...] = Field(
-        (1 / 3, 2 / 3, 5 / 6), description="for 'step': shares of a task's epochs after which lr is divided by 10"
+        (1 / 3, 2 / 3, 5 / 6), description="for 'step': fractions of a task's epochs after which lr is divided by 10"
     )
     validation: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="share of a task's training images that is left out; the epoch with the lowest loss on it is the "
-        "one that is kept (paper: not said; CPR code: 0.1)",
+        description="fraction of a task's training images held out; the epoch with the lowest loss on them is kept "
+        "(paper: not stated; CPR code: 0.1)",
     )
     lr_patience: int | None = Field(
         None,
         ge=1,
-        description="epochs without a lower loss on 'validation' after which lr is divided by 3 (CPR code: 5)",
+        description="divide lr by 3 after this many epochs without a lower validation loss (CPR code: 5)",
     )
-    warmup: float = Field(0.0, ge=0, lt=1, description="share of a task's steps in which lr grows from 0 (paper: none)")
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=1, description="share of a label spread over all classes (paper: none)"
-    )
+    warmup: float = Field(0.0, ge=0, lt=1, description="fraction of a task's steps with linear warm-up (paper: 0)")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing (paper: 0)")
     augmentation: Literal["none", "flip", "crop"] = Field(
-        "none", description="of training images: flip; crop: flipped, and cut at random and resized (paper: none)"
+        "none", description="flip: random horizontal flips; crop: flips and random resized crops (paper: none)"
     )
     device: Name = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto",
-        description="bf16: convolutions and products in bfloat16, all else in float32; auto: bf16 on GPUs",
+        description="bf16: bfloat16 autocast; auto: bf16 on GPUs, fp32 on CPUs",
     )
     step: Literal["auto", "eager", "graph", "compile"] = Field(
         "auto",
-        description="eager: kernel by kernel; graph: captured once and replayed; compile: a graph of kernels fused by "
-        "torch.compile, for long runs; auto: graph on GPUs",
+        description="eager; graph: training steps captured as CUDA graphs; compile: graphs of torch.compile, for long "
+        "runs; auto: graph on GPUs, eager on CPUs",
     )
     pixels: Literal["auto", "device", "host"] = Field(
-        "auto", description="where images lie: all on the GPU, or copied there batch by batch; auto: there if they fit"
+        "auto", description="where images are kept: on the GPU (device) or in RAM (host); auto: on the GPU if they fit"
     )
-    deterministic: bool = Field(False, description="only algorithms that give the same bits each time; slower on GPUs")
-    eval_batch_size: int = Field(256, ge=1, description="images per forward pass in evaluation")
+    deterministic: bool = Field(False, description="use deterministic algorithms only; slower on GPUs")
+    eval_batch_size: int = Field(256, ge=1, description="batch size in evaluation")
     track_from: float = Field(
-        3e-5, ge=0, lt=1, description="input means are tracked once a step's weight in the final average is this large"
+        3e-5,
+        ge=0,
+        lt=1,
+        description="track input means only in steps whose weight in the final running average exceeds this",
     )
 
     def torch_device(self) -> torch.device:

@@ -23,22 +23,22 @@ from confitune.nn import ContinualNet
 class AfecOptions(Options):
     """Choices of AFEC."""
 
-    strength: float = Field(10.0, ge=0, description="lambda_e")
+    strength: float = Field(10.0, ge=0, description="penalty strength lambda_e")
     form: Literal["first", "alternating"] = Field(
         "first",
-        description="first: a copy of the network as it is learns the whole task before (the paper's algorithm 1); "
+        description="first: a copy of the network learns the whole task beforehand (algorithm 1 of the paper); "
         "alternating: a copy that is never reset learns an epoch before each epoch (the released code)",
     )
-    fisher: FisherEstimator = Field("batch", description="as in EWC")
-    mode: Mode = Field("eval", description="as in EWC")
+    fisher: FisherEstimator = Field("batch", description="see ewc.fisher")
+    mode: Mode = Field("eval", description="see ewc.mode")
 
 
 class AFEC(Method):
     """From the second task on."""
 
     name = "afec"
-    summary = "plug-in: pull towards what the task alone would learn"
-    cost = "a copy learns the task first, one more pass, then the pull in a step"
+    summary = "plug-in: penalty towards a copy trained on the new task alone"
+    cost = "training of the copy, one extra pass, the penalty in every step"
     reference = "Wang et al., NeurIPS 2021"
     Options = AfecOptions
     running = ("anchor", "weight")

@@ -14,21 +14,21 @@ class Finetune(Method):
     """Everything is trained, and nothing is done against forgetting."""
 
     name = "finetune"
-    summary = "fine-tune everything on task after task, shared BN"
+    summary = "fine-tunes all weights on one task after another, shared BN"
 
 
 class LinearProbeOptions(Options):
     """Choices of linear probing."""
 
-    converged: bool = Field(False, description="fit heads to convergence at once, with a penalty chosen by folds")
+    converged: bool = Field(False, description="fit heads to convergence, with L2 strength chosen by cross-validation")
 
 
 class LinearProbe(Method):
     """The backbone stays as pre-trained, batch norm in evaluation mode."""
 
     name = "linear-probe"
-    summary = "pre-trained backbone frozen, heads only; forgets nothing"
-    cost = "nothing; nothing below the head gets gradients"
+    summary = "frozen backbone, trains heads only; forgets nothing"
+    cost = "nothing; no gradients below the head"
     Options = LinearProbeOptions
 
     def parts(self) -> list[Part]:
@@ -55,8 +55,8 @@ class Lda(Method):
     """
 
     name = "lda"
-    summary = "pre-trained backbone frozen; linear discriminant analysis of sums over all tasks; forgets nothing"
-    cost = "one pass over a task's images; nothing is trained"
+    summary = "frozen backbone, linear discriminant analysis over all tasks' classes; forgets nothing"
+    cost = "one pass over the images of a task; no training"
     reference = "Hayes and Kanan, CVPR Workshops 2020"
     sums_only = True
 
@@ -95,8 +95,8 @@ class Joint(Method):
     """All data at once, which continual learning does not have."""
 
     name = "joint"
-    summary = "all tasks' data at once, in one training"
-    cost = "nothing; all tasks' images at once"
+    summary = "trains on the data of all tasks at once"
+    cost = "nothing; needs the images of all tasks at once"
     joint = True
 
 
@@ -104,8 +104,8 @@ class BnOnly(Method):
     """Stages 1 and 2 of hierarchical fine-tuning with norms of each task's own."""
 
     name = "bn-only"
-    summary = "heads and task-specific norms, convolutions never move; forgets nothing"
-    cost = "nothing; convolutions get no gradients"
+    summary = "frozen convolutions, trains heads and task-specific norms; forgets nothing"
+    cost = "nothing; no gradients for convolutions"
 
     def parts(self) -> list[Part]:
         return [Norms(), Head()]
@@ -118,8 +118,8 @@ class FirstSession(Method):
     """The backbone adapts once, to the first task."""
 
     name = "first-session"
-    summary = "everything is trained in the first task, then heads and norms only; forgets nothing"
-    cost = "nothing; convolutions get no gradients after the first task"
+    summary = "trains all weights in the first task, then only heads and norms; forgets nothing"
+    cost = "nothing; no gradients for convolutions after the first task"
     reference = "Panos et al., ICCV 2023"
 
     def parts(self) -> list[Part]:
@@ -132,15 +132,15 @@ class FirstSession(Method):
 class LoraOptions(Options):
     """Choices of LoRA."""
 
-    rank: int = Field(4, ge=1, description="of the changes of weights")
+    rank: int = Field(4, ge=1, description="rank of the weight changes")
 
 
 class Lora(Method):
     """Changes start anew for every task, in random directions, and norms stay as pre-trained."""
 
     name = "lora"
-    summary = "low-rank changes of all weights for each task, from pre-training; forgets nothing"
-    cost = "products of the changes in every step"
+    summary = "frozen backbone, low-rank adapters per task; forgets nothing"
+    cost = "low-rank products in every step"
     reference = "Hu et al., ICLR 2022"
     Options = LoraOptions
 
@@ -156,7 +156,7 @@ class TaskBn(Method):
     """Moved convolutions leave the stored means of earlier tasks behind."""
 
     name = "task-bn"
-    summary = "fine-tuning with plain task-specific norms, no recovery"
+    summary = "fine-tuning with task-specific BN, without recovered means"
 
     def parts(self) -> list[Part]:
         return [Norms(), Head()]

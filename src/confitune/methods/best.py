@@ -38,11 +38,13 @@ _LOST = 1.25  # times the loss of heads is too much for own moments: they may ta
 class BestOptions(Options):
     """Choices of best."""
 
-    rank: int = Field(0, ge=0, description="of the changes of weights; 0: what 36,000 numbers allow, from 1 to 4")
+    rank: int = Field(
+        0, ge=0, description="rank of the weight changes; 0: the largest from 1 to 4 that fits into 36,000 numbers"
+    )
     owns: Literal["chosen", "head", "changes", "moments"] = Field(
         "chosen",
-        description="what tasks own: chosen on held-out images, or for all the same: a head; also norms and changes; "
-        "also moments",
+        description="what each task owns: chosen on held-out images; or, for all tasks alike, a head; a head, norms "
+        "and low-rank changes; or these and batch norm moments",
     )
 
 
@@ -50,8 +52,8 @@ class Best(Method):
     """A head, and where that is not enough norms and low-rank changes of the task's own."""
 
     name = "best"
-    summary = "pre-trained backbone frozen; heads, and where it helps norms and low-rank changes; forgets nothing"
-    cost = "linear classifiers before a task is trained, and gradients of a few batches"
+    summary = "frozen backbone; each task gets a head and, where it helps, norms and low-rank adapters; forgets nothing"
+    cost = "linear classifiers and the gradients of a few batches before each task"
     settings = MappingProxyType(
         {
             "optimizer": "adamw",

@@ -27,12 +27,12 @@ Start = Literal["random", "identity"]
 class CcllOptions(Options):
     """Choices of CCLL."""
 
-    start: Start = Field(
-        "random", description="of the calibrations: as layers usually start, or so that the network is unchanged"
+    start: Start = Field("random", description="initial calibrations: random, or such that the network is unchanged")
+    group: int = Field(
+        1, ge=1, description="channels per group (Singh et al.: 1; the ConFiT paper's parameter count fits 4)"
     )
-    group: int = Field(1, ge=1, description="channels of a group (Singh et al.: 1; what ConFiT counts fits 4)")
     frozen: Literal["after-first", "always"] = Field(
-        "after-first", description="the backbone: once the first task has trained it (Singh et al.), or as pre-trained"
+        "after-first", description="freeze the backbone after training it in the first task (Singh et al.), or always"
     )
 
 
@@ -40,8 +40,8 @@ class CCLL(Method):
     """Every task starts from the pre-trained batch norms."""
 
     name = "ccll"
-    summary = "backbone frozen after the first task, small calibrating convolutions per task; forgets nothing"
-    cost = "two small convolutions after each; 150 epochs a task in its paper"
+    summary = "backbone frozen after the first task, small calibration layers per task; forgets nothing"
+    cost = "two small convolutions per layer; its paper trains 150 epochs per task"
     reference = "Singh et al., NeurIPS 2020"
     settings = MappingProxyType({"epochs": 150, "lr_schedule": "step"})  # lr times 0.1 at 50, 100 and 125 of 150 epochs
     Options = CcllOptions

@@ -34,7 +34,7 @@ class ConFiT(Method):
 
     name = "confit"
     summary = "ConFiT: hierarchical fine-tuning with Xconv BN"
-    cost = "input means in a task's last steps, recovery before a test; convolutions rest in the first half"
+    cost = "input means in the last steps of a task, recovery before testing; convolutions frozen in the first half"
     reference = _PAPER
     Options = XconvOptions
 
@@ -49,8 +49,8 @@ class Hierarchical(Method):
     """The first half."""
 
     name = "hierarchical"
-    summary = "the first half alone: hierarchical fine-tuning, shared BN"
-    cost = "nothing; convolutions rest in the first half of the epochs"
+    summary = "ablation of ConFiT: hierarchical fine-tuning with shared BN"
+    cost = "nothing; convolutions frozen in the first half of the epochs"
     reference = _PAPER
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
@@ -61,8 +61,8 @@ class FinetuneXconv(Method):
     """The second half."""
 
     name = "finetune-xconv"
-    summary = "the second half alone: plain fine-tuning with Xconv BN"
-    cost = "input means in a task's last steps, recovery before a test"
+    summary = "ablation of ConFiT: plain fine-tuning with Xconv BN"
+    cost = "input means in the last steps of a task, recovery before testing"
     reference = _PAPER
     Options = XconvOptions
 

@@ -18,15 +18,15 @@ from confitune.methods.method import Method, Options, Step
 class CprOptions(Options):
     """Choices of CPR."""
 
-    beta: float = Field(0.05, ge=0, description="of the entropy")
+    beta: float = Field(0.05, ge=0, description="weight of the entropy term")
 
 
 class CPR(Method):
     """In every task, the first included."""
 
     name = "cpr"
-    summary = "plug-in: outputs of high entropy"
-    cost = "the outputs' entropy in a step"
+    summary = "plug-in: rewards outputs of high entropy"
+    cost = "the entropy term in every step"
     reference = "Cha et al., ICLR 2021"
     Options = CprOptions
 

@@ -19,23 +19,21 @@ from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, shared_val
 class EwcOptions(Options):
     """Choices of EWC."""
 
-    strength: float = Field(300.0, ge=0, description="lambda")
+    strength: float = Field(300.0, ge=0, description="penalty strength lambda")
     fisher: FisherEstimator = Field(
         "batch",
         description="batch: squared mean gradient of 20 images, times 20 (CPR code); exact: expectation over the "
         "prediction (Kirkpatrick et al.); sampled: labels drawn from it; empirical: true labels, per sample",
     )
-    mode: Mode = Field(
-        "eval", description="of batch norm while measuring; train: its moments are each batch's (CPR code)"
-    )
+    mode: Mode = Field("eval", description="batch norm mode while importance is estimated (CPR code: train)")
 
 
 class EWC(Method):
     """The Fisher of all tasks so far, averaged: (F_new + t * F_old) / (t + 1), t counted from 0 (CPR code)."""
 
     name = "ewc"
-    summary = "pull by the Fisher information"
-    cost = "the pull in a step, one more pass at a task's end"
+    summary = "quadratic penalty weighted by the Fisher information"
+    cost = "the penalty in every step; one extra pass after each task"
     reference = "Kirkpatrick et al., PNAS 2017"
     settings = CLIPPED
     Options = EwcOptions

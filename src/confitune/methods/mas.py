@@ -20,24 +20,23 @@ from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, shared_val
 class MasOptions(Options):
     """Choices of MAS."""
 
-    strength: float = Field(30.0, ge=0, description="lambda")
+    strength: float = Field(30.0, ge=0, description="penalty strength lambda")
     output: Literal["norm", "squared"] = Field(
-        "norm", description="of the logits: their L2 norm (CPR code), or its square (Aljundi et al., sec. 4.1)"
+        "norm",
+        description="function of the logits: their L2 norm (CPR code), or its square (Aljundi et al., sec. 4.1)",
     )
     gradients: Literal["batch", "sample"] = Field(
-        "batch", description="batch: of the mean of 20 images, times 20 (CPR code); sample: each image's own (Eq. 3)"
+        "batch", description="batch: of means over 20 images, times 20 (CPR code); sample: per image (Eq. 3)"
     )
-    mode: Mode = Field(
-        "eval", description="of batch norm while measuring; train: its moments are each batch's (CPR code)"
-    )
+    mode: Mode = Field("eval", description="batch norm mode while importance is estimated (CPR code: train)")
 
 
 class MAS(Method):
     """The sensitivity of the current head's logits, summed over tasks."""
 
     name = "mas"
-    summary = "pull by the outputs' sensitivity"
-    cost = "the pull in a step, one more pass at a task's end"
+    summary = "quadratic penalty weighted by the sensitivity of the outputs"
+    cost = "the penalty in every step; one extra pass after each task"
     reference = "Aljundi et al., ECCV 2018"
     settings = CLIPPED
     Options = MasOptions

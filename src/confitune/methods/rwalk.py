@@ -20,14 +20,17 @@ from confitune.nn import ContinualNet
 class RwalkOptions(Options):
     """Choices of RWalk."""
 
-    strength: float = Field(10.0, ge=0, description="lambda")
+    strength: float = Field(10.0, ge=0, description="penalty strength lambda")
     new_share: float = Field(
-        0.9, gt=0, le=1, description="of a step's squared gradient in F (CPR code: 0.9; Chaudhry et al.: 0.1)"
+        0.9,
+        gt=0,
+        le=1,
+        description="weight of the newest squared gradient in the Fisher average (CPR code: 0.9; Chaudhry et al.: 0.1)",
     )
-    damping: float = Field(0.01, gt=0, description="epsilon in the score")
-    positive: bool = Field(True, description="cut a step's negative share of the score off (CPR code: does not)")
+    damping: float = Field(0.01, gt=0, description="epsilon of the score")
+    positive: bool = Field(True, description="clip negative score contributions to 0 (CPR code: False)")
     gradient: Literal["loss", "total"] = Field(
-        "loss", description="of the loss alone (Chaudhry et al.), or with the penalty's in it (CPR code)"
+        "loss", description="gradient of the loss alone (Chaudhry et al.), or including the penalty (CPR code)"
     )
 
 
@@ -35,8 +38,8 @@ class RWalk(Method):
     """Within a task the pull uses F and s as they were at the end of the last one."""
 
     name = "rwalk"
-    summary = "pull by a running Fisher and a path score"
-    cost = "the pull, a Fisher and each weight's path in a step"
+    summary = "quadratic penalty weighted by a running Fisher and a path integral"
+    cost = "the penalty, the Fisher and the path integral in every step"
     reference = "Chaudhry et al., ECCV 2018"
     settings = CLIPPED
     Options = RwalkOptions

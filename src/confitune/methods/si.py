@@ -21,11 +21,11 @@ from confitune.nn import ContinualNet
 class SiOptions(Options):
     """Choices of SI."""
 
-    strength: float = Field(10.0, ge=0, description="c")
-    damping: float = Field(0.1, gt=0, description="xi (Zenke et al.: 0.1; CPR code: 0.01)")
-    positive: bool = Field(True, description="cut negative importances off (CPR code: does not)")
+    strength: float = Field(10.0, ge=0, description="penalty strength c")
+    damping: float = Field(0.1, gt=0, description="damping xi (Zenke et al.: 0.1; CPR code: 0.01)")
+    positive: bool = Field(True, description="clip negative importances to 0 (CPR code: False)")
     gradient: Literal["loss", "total"] = Field(
-        "loss", description="of the loss alone (Zenke et al.), or with the penalty's in it (CPR code)"
+        "loss", description="gradient of the loss alone (Zenke et al.), or including the penalty (CPR code)"
     )
 
 
@@ -33,8 +33,8 @@ class SI(Method):
     """The path integral, taken step by step."""
 
     name = "si"
-    summary = "pull by each weight's share in the loss's fall"
-    cost = "the pull and each weight's path in a step"
+    summary = "quadratic penalty weighted by each weight's contribution to the loss reduction"
+    cost = "the penalty and the path integral in every step"
     reference = "Zenke et al., ICML 2017"
     settings = CLIPPED
     Options = SiOptions
