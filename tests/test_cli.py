@@ -651,7 +651,7 @@ def test_help_is_quick_because_it_imports_no_torch(arguments):
 def test_help_shows_how_datasets_are_joined(confitune, command):
     said = " ".join(confitune(command, "--help").out.replace("│", " ").split())
     assert "photos:1-2+digits:1+photos:3-5" in said
-    assert "or your own: FILE.py:FUNCTION" in said
+    assert "or your own FILE.py:FUNCTION" in said
     assert "use only the first N tasks" in said
 
 
@@ -683,7 +683,7 @@ def test_options_lists_every_setting(confitune):
     assert (cells(said, "weight_decay")[1], cells(said, "epochs")[1]) == ("0.0", "")
     assert cells(said, "lr_milestones")[:2] == ["lr_milestones", "0.333, 0.667, 0.833"]
     assert cells(said, "deterministic")[1] == "false"
-    assert cells(said, "cpr.beta") == ["cpr.beta", "0.05", "of the entropy"]
+    assert cells(said, "cpr.beta") == ["cpr.beta", "0.05", "weight of the entropy term"]
 
 
 def test_without_arguments_help_is_shown(confitune):
@@ -816,7 +816,7 @@ def test_methods_lists_all_of_them(confitune):
 def test_methods_with_a_name_shows_its_options(confitune):
     said = confitune("methods", "mas-cpr")
     assert said.code == 0
-    assert cells(said.out, "cpr.beta") == ["cpr.beta", "0.05", "0.2", "0.02", "0.01", "0.1", "of the entropy"]
+    assert cells(said.out, "cpr.beta") == ["cpr.beta", "0.05", "0.2", "0.02", "0.01", "0.1", "weight of the entropy term"]
     assert "confitune tune mas-cpr" in said.out
     assert "no method 'mass': did you mean 'mas'?" in refused(confitune("methods", "mass"))
 
