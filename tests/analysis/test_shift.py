@@ -212,14 +212,6 @@ def test_what_an_earlier_run_left_is_not_taken(make_run, sequence, settings, tmp
         recorder.run_started("confit", [task.name for task in sequence], 2, 1)
 
 
-def test_a_file_of_another_task_is_refused(make_run, sequence, settings, tmp_path):
-    net = make_run("confit").net
-    make_run("confit", net=net, listeners=(ShiftRecorder(net, sequence, settings, tmp_path),)).run()
-    turned = sequence[1:]
-    with pytest.raises(ConfituneError, match=r"'dark'.*'bright'"):
-        ShiftRecorder(net, turned, settings, tmp_path).run_started("confit", ["bright", "minus"], 2, 1)
-
-
 @pytest.mark.parametrize("method", ["joint", "single-task"])
 def test_no_network_of_all_tasks(make_run, sequence, settings, method, tmp_path):
     net = make_run(method).net

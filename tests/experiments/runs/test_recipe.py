@@ -7,7 +7,7 @@ from confitune.errors import ConfituneError
 from confitune.experiments import Recipe, make_recipe, merge_settings, read_recipe
 from confitune.tasks import DATASETS
 
-RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[3] / "src/confitune/recipes").glob("*.yaml"))
 
 
 def refused(values, source="r.yaml"):

@@ -7,9 +7,6 @@ device.
 from __future__ import annotations
 
 import copy
-import os
-import re
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -31,20 +28,18 @@ from confitune.engine import (
     add_result,
     library_switches,
     place,
-    read_results,
     require_scenario,
     steps_of,
 )
 from confitune.errors import ConfituneError
-from confitune.experiments.runs.identity import run_key
+from confitune.experiments.runs.identity import RUNS, WORK, file_name, finished_runs, run_key
 from confitune.experiments.runs.recipe import Recipe
 from confitune.files import exclusive, remove_partial
 from confitune.nn import Backbone, ContinualNet, create_backbone
 from confitune.settings import TrainSettings
 from confitune.tasks import Progress, TaskSequence
 
-RUNS, WORK, LOCK = "runs.jsonl", "runs", ".lock"  # in an experiment's folder: a line for each run, folders of runs
-_LONGEST = 200  # bytes of a name; file systems take 255, and pictures say more than the dataset
+LOCK = ".lock"  # in a run's folder
 
 # From a network, its tasks, its settings and its folder to listeners that measure something on the way, and to a
 # function that says what they have measured when the run is over, by name.
@@ -89,11 +84,6 @@ class Job:
         return run_key(self.config)
 
 
-def finished_runs(out: Path) -> dict[str, RunResult]:
-    """The runs of an experiment by their keys, as they were finished; of the same run the last."""
-    return {run_key(result.config): result for result in read_results(out / RUNS)}
-
-
 class TrainingError(ConfituneError):
     """Runs whose numbers became infinite.
 
@@ -102,16 +92,6 @@ class TrainingError(ConfituneError):
     """
 
     results: Sequence[RunResult] = ()
-
-
-def file_name(name: str) -> str:
-    """What the folder or file of a dataset or a method is called; a name that is too long is cut, with a checksum.
-
-    >>> file_name("photos:1-2+folder:/data/my images"), file_name("ewc+confit"), file_name("my/method.py:Mine")
-    ('photos-1-2+folder-data-my-images', 'ewc+confit', 'my-method.py-Mine')
-    """
-    plain = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-.")
-    return plain if len(plain) <= _LONGEST else f"{plain[: _LONGEST - 9]}-{zlib.crc32(os.fsencode(name)):08x}"
 
 
 def groups_of(jobs: Sequence[Job], size: int) -> list[list[Job]]:
@@ -172,27 +152,29 @@ def _require_taken(backbone: Backbone, sequence: TaskSequence) -> None:
             ) from error
 
 
-Show = Callable[[Job], AbstractContextManager[Listener]]
-Busy = Callable[[Job], None]
+Show = Callable[[Job], AbstractContextManager[Listener]]  # within, the listener shows the progress of a run
 
 
-def side_by_side(group: Sequence[Job], loaded: Loaded, show: Show, busy: Busy) -> list[RunResult]:
+def side_by_side(group: Sequence[Job], loaded: Loaded, show: Show, wait: bool) -> list[RunResult]:
     """Results of runs of one method, which share the device; each is written as soon as it is there.
 
-    Args:
-        show: within, the listener shows the progress of a run.
-        busy: is called where another process works in a run's folder; unless it raises, the run waits.
+    Where another process works in a run's folder, it is waited for, or the run is refused.
     """
     settings = group[0].recipe.train_settings(0, group[0].method)
     turns = Turns(len(group), apart=steps_of(loaded.sequence[0], settings) // len(group))
     # Switches are the whole process's: set here, they stay while the runs' threads come and go.
     with library_switches(settings, settings.step_mode(settings.torch_device())):
-        runs = [partial(_one, job, loaded, show, busy, turns.listener(turn)) for turn, job in enumerate(group)]
+        runs = [partial(_one, job, loaded, show, wait, turns.listener(turn)) for turn, job in enumerate(group)]
         return turns.run(runs) if len(runs) > 1 else [runs[0]()]
 
 
-def _one(job: Job, loaded: Loaded, show: Show, busy: Busy, turn: Listener) -> RunResult:
-    with exclusive(job.folder / LOCK, lambda: busy(job)) as held:
+def _one(job: Job, loaded: Loaded, show: Show, wait: bool, turn: Listener) -> RunResult:
+    def busy() -> None:
+        if not wait:
+            there = f"another process is working in {job.folder}"
+            raise ConfituneError(f"{there}; wait for it, or choose another --out folder")
+
+    with exclusive(job.folder / LOCK, busy) as held:
         if held:
             remove_partial(job.folder)
         result = finished_runs(job.out).get(job.key)  # of the process that was waited for, or that died right after it

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +135,16 @@ def merge_settings(values: Mapping[str, Any], given: Sequence[str]) -> dict[str,
     return {**merged, "options": options} if options else merged
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
-    """The values in a recipe file, by name."""
+def read_recipe(path: Path | str) -> dict[str, Any]:
+    """The values in a recipe file, by name; where there is no such file, of the recipe that comes along under its name.
+
+    >>> read_recipe("recipes/default.yaml")["dataset"]
+    'photos'
+    """
+    path = Path(path)
     try:
-        with path.open("rb") as file:
+        own = files("confitune") / "recipes" / path.with_suffix(".yaml").name
+        with (own if own.is_file() and not path.exists() else path).open("rb") as file:
             data = file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ConfituneError(f"no recipe {path}: {getattr(error, 'strerror', None) or error}") from error
