@@ -444,7 +444,7 @@ def test_options_win_over_the_recipe(confitune, weights, tmp_path):
     ("text", "expected"),
     [
         ("epoch: 3", "mine.yaml: no option 'epoch'; did you mean 'epochs'?"),
-        ("means: windows", "mine.yaml: means='windows' is not known: did you mean 'window'?"),
+        ("means: windows", "mine.yaml: means='windows': Input should be 'window' or 'phase'"),
         ("dataset: digit", "there is no dataset 'digit'; did you mean 'digits'?"),
         ("methods: [confi]", "no method 'confi': did you mean 'confit'?"),
         ("[confit]", "mine.yaml must hold options by name"),
@@ -465,7 +465,7 @@ def test_a_missing_recipe(confitune, tmp_path):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("--means windows", "means='windows' is not known: did you mean 'window'?"),
+        ("--means windows", "means='windows': Input should be 'window' or 'phase'"),
         ("--method finetun", "no method 'finetun': did you mean 'finetune'?"),
         ("--method confit --method confit", "name a method twice"),
         ("--method confit+finetune", "names 2 that say what is trained and when (confit, finetune); give one"),
@@ -473,10 +473,10 @@ def test_a_missing_recipe(confitune, tmp_path):
         ("--tasks 9", "digits has 5 tasks, so tasks=9 is impossible"),
         ("--device nonsense", "device 'nonsense' cannot be used"),
         ("--device cuda:99", "device 'cuda:99' cannot be used"),
-        ("--step nonsense", "step='nonsense' is not known: There are 'auto', 'eager', 'graph' or 'compile'."),
-        ("--step grap", "step='grap' is not known: did you mean 'graph'?"),
+        ("--step nonsense", "step='nonsense': Input should be 'auto', 'eager', 'graph' or 'compile'"),
+        ("--step grap", "step='grap': Input should be 'auto', 'eager', 'graph' or 'compile'"),
         ("--step graph", "step='graph' captures CUDA graphs and needs a GPU; leave it at 'auto'"),
-        ("--set pixels=hist", "pixels='hist' is not known: did you mean 'host'?"),
+        ("--set pixels=hist", "pixels='hist': Input should be 'auto', 'device' or 'host'"),
         ("--set weight_deca=1", "--set weight_deca=1: there is no setting 'weight_deca'; did you mean 'weight_decay'?"),
         ("--set strength=3", "there is no setting 'strength'; did you mean 'ewc.strength'?"),
         ("--set lr", "--set lr: write NAME=VALUE, e.g. lr=0.1, or PART.OPTION=VALUE"),

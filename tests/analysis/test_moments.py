@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from confitune.analysis import ShiftRecorder, ShiftResult, moments_at_test
+from confitune.analysis import ShiftRecorder, ShiftResult
+from confitune.analysis.moments import moments_at_test
 from confitune.analysis.shift import AFTER_FIRST_TASK
 from confitune.engine import read_results
 from confitune.errors import ConfituneError

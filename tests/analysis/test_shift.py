@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from confitune.analysis import ShiftRecorder, moments_at_test, paired_convs
+from confitune.analysis import ShiftRecorder
+from confitune.analysis.moments import moments_at_test, paired_convs
 from confitune.analysis.shift import AFTER_FIRST_TASK
 from confitune.engine import Listener
 from confitune.errors import ConfituneError

@@ -11,8 +11,6 @@ Used ones are recovered through today's weights, stored or shared, as the networ
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -111,22 +109,11 @@ def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings | Non
 
     for conv in pairs:
         twin.backbone.get_submodule(conv).register_forward_hook(partial(add, conv))
-    with _full_precision(device):
+    cudnn = {"enabled": torch.backends.cudnn.enabled, "deterministic": torch.backends.cudnn.deterministic}
+    with torch.backends.cudnn.flags(**cudnn, allow_tf32=False), torch.autocast(device.type, enabled=False):
         for pixels, _ in batches(task.test, (settings or TrainSettings()).eval_batch_size, device):
             twin(task.inputs(pixels))
     if not true:
         raise ConfituneError(f"no batch norm of {type(net.backbone).__name__} follows a convolution: nothing to watch")
     used = {conv: twin.backbone.get_submodule(norm).get_buffer("running_mean") for conv, norm in pairs.items()}
     return {conv: LayerMoments(moments.mean.cpu(), used[conv].double().cpu()) for conv, moments in true.items()}
-
-
-@contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """Within, no autocast that a caller may have on, and no TensorFloat32 in convolutions."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before

@@ -57,9 +57,7 @@ def methods_command(
     [bold]Examples[/bold]
 
       confitune methods
-
       confitune methods ewc
-
       confitune methods mas+cpr+confit
     """
     with importing():
@@ -78,7 +76,6 @@ def options_command() -> None:
     [bold]Examples[/bold]
 
       confitune options
-
       confitune run --method ewc --set weight_decay=1e-4 --set ewc.strength=3000
     """
     from confitune.experiments import method_options, terminal_table
@@ -107,7 +104,6 @@ def doctor_command(
     [bold]Examples[/bold]
 
       confitune doctor model
-
       confitune doctor model --repair
     """
     from confitune.deploy import examine

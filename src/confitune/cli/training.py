@@ -110,17 +110,11 @@ def run_command(
     [bold]Examples[/bold]
 
       confitune run
-
       confitune run --dataset flowers102 --model resnet18.tv_in1k --method finetune --method confit --seeds 5
-
       confitune run flowers102.yaml --out runs/flowers --resume  [dim]# a recipe that comes along[/dim]
-
       confitune run --dataset photos:1-2+digits:1+photos:3-5  [dim]# a task from elsewhere in between[/dim]
-
       confitune run --scenario class --method best --method lda --method joint  [dim]# which task is not given[/dim]
-
       confitune run --method ewc --set ewc.strength=3000 --set weight_decay=1e-4
-
       confitune run --method confit --method ewc --method mas --seeds 5 --on ray --cpus-per-run 1
     """
     from confitune.experiments import draw_overview, make_recipe, run_recipe, summary_table, write_pages
@@ -172,9 +166,7 @@ def tune_command(
     [bold]Examples[/bold]
 
       confitune tune ewc --dataset digits --seeds 3
-
       confitune tune mas-cpr flowers102-paper.yaml --data-dir data --out runs/tune-cpr --resume
-
       confitune tune ewc+confit --option ewc.strength --grid 300 --grid 3000 --grid 30000 --no-retrain
     """
     from confitune.experiments import edge_note, plan_search, run_search, sections_of
@@ -222,11 +214,8 @@ def reproduce_command(
     [bold]Examples[/bold]
 
       confitune reproduce all --datasets photos --quick
-
       confitune reproduce table2 --data-dir data --parallel-seeds 5
-
       confitune reproduce shift --data-dir data --methods hierarchical,confit --means window --set statistics=pass
-
       confitune reproduce table1.yaml --data-dir data  [dim]# a recipe that comes along[/dim]
     """
     from confitune.experiments import read_scope, reproduce
@@ -256,7 +245,6 @@ def report_command(
     [bold]Examples[/bold]
 
       confitune report confitune-run
-
       confitune report results/photos --out photos.html --title "Photos, five tasks"
     """
     from confitune.experiments import write_report
@@ -277,7 +265,6 @@ def compare_command(
     [bold]Examples[/bold]
 
       confitune compare runs/lr-0.01 runs/lr-0.03
-
       confitune compare results/photos* --out photos.md
     """
     from confitune.experiments import compare

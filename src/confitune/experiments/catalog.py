@@ -14,7 +14,7 @@ from rich.text import Text
 from confitune.analysis import measure_storage
 from confitune.errors import ConfituneError
 from confitune.experiments.paper.numbers import Searched, searched
-from confitune.experiments.reporting.render import terminal_table
+from confitune.experiments.reporting.table import terminal_table
 from confitune.experiments.runs.identity import XCONV, options_of, value_text
 from confitune.methods import METHODS, create_method, method_classes
 from confitune.nn import ContinualNet, Head, NoBatchNormError, XconvNorms, model_names, without_memory

@@ -349,7 +349,10 @@ def test_reported_numbers_are_complete():
         ("what: table1\nmethods: 3", "methods must be names"),
         ("what: table1\nrows: {ewc: 3}", "rows must be recipe values by method"),
         ("what: table1\nrows: {ewc: {lrr: 3}}", "no option 'lrr'"),
-        ("what: table1\ndatasets: digits\npipeline: publisht", "pipeline='publisht' is not known"),
+        (
+            "what: table1\ndatasets: digits\npipeline: publisht",
+            "pipeline='publisht': Input should be 'clean' or 'published'",
+        ),
         ("what: table1\ndatasets: digits\nseeds: 0", "seeds=0"),
     ],
 )

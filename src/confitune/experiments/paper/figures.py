@@ -28,8 +28,8 @@ from confitune.engine import Listener
 from confitune.experiments.paper.numbers import reported
 from confitune.experiments.paper.outcome import Outcome
 from confitune.experiments.paper.plan import TABLE1, Part, Parts, Scope
-from confitune.experiments.reporting.figures import curves_figure, draw_panels, save_figure
-from confitune.experiments.reporting.render import shown
+from confitune.experiments.reporting.figures import draw_panels, overview_figure, save_figure
+from confitune.experiments.reporting.table import shown
 from confitune.metrics import average_accuracy_curve
 from confitune.nn import ContinualNet, without_memory
 from confitune.settings import TrainSettings
@@ -41,16 +41,13 @@ Measured = TypeVar("Measured", bound=BaseModel)
 def curves(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     """Average accuracy over the tasks learned so far, after each task."""
     for dataset, of_it in parts.items():
-        found = {
-            part.method: np.stack([average_accuracy_curve(run.matrix) for run in part.results])
-            for part in of_it
-            if not np.isnan(part.results[0].matrix[0, 0])
-        }
+        stacks = {part.method: np.stack([run.matrix for run in part.results]) for part in of_it}
+        found = {method: stack for method, stack in stacks.items() if not np.isnan(stack[0, 0, 0])}
         if found:
             path = scope.picture("curves", dataset)
-            save_figure(curves_figure(found, title=f"{dataset}: average accuracy on the tasks learned so far"), path)
+            save_figure(overview_figure(found, title=f"{dataset}, {of_it[0].recipe.model}"), path)
             outcome.pictures.append(path.name)
-            means = {method: seeds.mean(0).tolist() for method, seeds in found.items()}
+            means = {m: np.mean([average_accuracy_curve(run) for run in s], 0).tolist() for m, s in found.items()}
             outcome.data[dataset] = means
             head = ["method", *(f"task {i + 1}" for i in range(len(next(iter(means.values())))))]
             outcome.table(dataset, head, [[m, *(f"{acc:.1f}" for acc in curve)] for m, curve in means.items()])

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from confitune.engine import RunResult, command_line, summary_of, versions
-from confitune.experiments.reporting.render import FEW, markdown_table
 from confitune.experiments.reporting.report import write_readme, write_text
+from confitune.experiments.reporting.table import FEW, markdown_table
 from confitune.metrics import mean_and_interval
 
 

@@ -12,7 +12,7 @@ from confitune.engine import RunResult, summary_of
 from confitune.experiments.paper.numbers import reported, searched
 from confitune.experiments.paper.outcome import Outcome, cells_of
 from confitune.experiments.paper.plan import Part, Parts, Scope
-from confitune.experiments.reporting.render import shown
+from confitune.experiments.reporting.table import shown
 from confitune.experiments.runs.identity import file_name, filled, value_text
 from confitune.experiments.runs.tune import plan_search, run_search, winner
 from confitune.metrics import mean_and_interval

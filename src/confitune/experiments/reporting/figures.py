@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from confitune.experiments.reporting.render import FEW
+from confitune.experiments.reporting.table import FEW
 from confitune.files import write_whole
 from confitune.metrics import average_accuracy, average_accuracy_curve, average_forgetting, mean_and_interval
 
@@ -40,19 +40,6 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     others = cycle(pair for pair in pairs if pair[0] != "-" or pair[1] not in OWN.values())
     found = {name: ("-", OWN[name]) if name in OWN else next(others) for name in names}
     return {name: {"linestyle": style, "color": colour} for name, (style, colour) in found.items()}
-
-
-def curves_figure(curves: Mapping[str, Array], *, title: str) -> Figure:
-    """Average accuracy on the tasks learned so far, after each task: mean line and 95% band over seeds.
-
-    Args:
-        curves: method -> seeds x T, percent (see `confitune.metrics.average_accuracy_curve`). Below 3 seeds: no band.
-    """
-    figure = _figure(6.4, 4.0, title)
-    axes = figure.subplots()
-    _curves(axes, curves, height=3.0)
-    axes.set_ylabel("average accuracy on\nthe tasks learned so far (%)", color=INK, fontsize=9)
-    return figure
 
 
 def overview_figure(runs: Mapping[str, Array], *, title: str) -> Figure:
@@ -80,6 +67,7 @@ def overview_figure(runs: Mapping[str, Array], *, title: str) -> Figure:
 
 
 def _curves(axes: Axes, curves: Mapping[str, Array], height: float) -> None:
+    """Of each method (seeds x tasks) the mean line, and from 3 seeds on its 95% band."""
     tasks = max(seeds.shape[1] for seeds in curves.values())
     # The limits follow the seeds, not the bands: with few seeds a 95% band spans far more than the data.
     lowest = _axis_floor(min(float(np.nanmin(seeds)) for seeds in curves.values()) - 1, step=5)

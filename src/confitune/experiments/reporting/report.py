@@ -19,8 +19,16 @@ import numpy as np
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.reporting.figures import overview_figure, png_of, save_figure
-from confitune.experiments.reporting.render import html_table, shown
-from confitune.experiments.reporting.table import COLUMNS, Section, rows_of, scenario_words, section_of, sections_of
+from confitune.experiments.reporting.table import (
+    COLUMNS,
+    Section,
+    html_table,
+    rows_of,
+    scenario_words,
+    section_of,
+    sections_of,
+    shown,
+)
 from confitune.experiments.runs.identity import RUNS, WORK, file_name, filled, finished_runs
 from confitune.files import write_whole
 from confitune.metrics import average_accuracy_curve

@@ -7,21 +7,72 @@ with in several ways; so it has each method once for each choice of the method's
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.reporting.render import markdown_table, shown, terminal_table
 from confitune.experiments.runs.identity import DEFAULTS, RUNS, XCONV, filled, finished_runs
+from confitune.metrics import mean_and_interval
 from confitune.settings import DataSettings, NetworkSettings
+
+FEW = 3  # runs: below that an interval says more of Student's t than of them
+
+
+def shown(values: Sequence[float | None], digits: int = 1) -> str:
+    """Mean and 95% interval, of few runs each; '-' where a value is not defined (or NaN), nothing of nothing.
+
+    >>> shown([86.0, 87.0, 85.5]), shown([86.0, 87.0]), shown([2.0], 2), shown([None])
+    ('86.2 ± 1.9', '86.0, 87.0', '2.00', '-')
+    """
+    known = [value for value in values if value is not None and not math.isnan(value)]
+    if not known or len(known) < len(values):
+        return "-" if len(values) else ""
+    if len(known) < FEW:
+        return ", ".join(f"{value:.{digits}f}" for value in known)
+    mean, half, _ = mean_and_interval(known)
+    return f"{mean:.{digits}f} ± {half:.{digits}f}"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown with these column titles."""
+    lines = ["".join(f"| {cell} " if cell else "| " for cell in cells) + "|" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
+def terminal_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", caption: str = "", bold: int | None = None
+) -> Table:
+    """For a terminal; columns of numbers are aligned on the right, the row `bold` stands out."""
+    table = Table(title=Text(title) if title else None, caption=caption or None)
+    table.title_justify = table.caption_justify = "left"
+    for place, name in enumerate(head):
+        numbers = all(re.match(r"[-+]?\d|-?$", row[place]) for row in rows if place < len(row))
+        table.add_column(name, justify="right" if numbers else "left", no_wrap=numbers or place == 0, overflow="fold")
+    for place, row in enumerate(rows):
+        table.add_row(*map(Text, row), style="bold" if place == bold else "")
+    return table
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """HTML in which no text is markup; the first cell of a row names it."""
+    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
+    body = "\n".join(
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for name, *cells in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
 
 # What a table can say of runs that differ only in their seed.
 COLUMNS: Mapping[str, Callable[[Sequence[RunResult]], str]] = {
@@ -48,17 +99,13 @@ class Row:
     """Runs that differ only in their seed."""
 
     settings: Mapping[str, str]  # the method, its options as part.option, and all settings; None is left out
+    config: Mapping[str, Any]  # of its first run, with all defaults
     runs: list[RunResult] = field(default_factory=list)
 
     @property
     def method(self) -> str:
         """The method's name."""
-        return self.runs[0].method
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The configuration of its first run, with all defaults."""
-        return filled(self.runs[0].config)
+        return self.settings["method"]
 
 
 @dataclass(frozen=True)
@@ -93,9 +140,11 @@ def rows_of(results: Iterable[RunResult]) -> list[Row]:
     """Results by what was run, in the order in which that first appears; seeds in order."""
     found: dict[str, Row] = {}
     for result in results:
-        config = {n: v for n, v in filled(result.config).items() if n not in ("seed", "weights_sha256", "dataset")}
-        settings = {"method": result.method, **_flat(config), "weights": result.weights_sha256[:8]}
-        found.setdefault(json.dumps([result.dataset, settings], sort_keys=True), Row(settings)).runs.append(result)
+        config = filled(result.config)
+        flat = _flat({n: v for n, v in config.items() if n not in ("seed", "weights_sha256", "dataset")})
+        settings = {"method": result.method, **flat, "weights": result.weights_sha256[:8]}
+        key = json.dumps([result.dataset, settings], sort_keys=True)
+        found.setdefault(key, Row(settings, config)).runs.append(result)
     for row in found.values():
         row.runs.sort(key=lambda result: result.seed)
     return list(found.values())

@@ -24,7 +24,7 @@ from rich.console import Console
 from confitune import __version__
 from confitune.engine import Listener, RunResult, progress_board
 from confitune.errors import ConfituneError
-from confitune.experiments.runs.job import Job, Loaded, TrainingError, groups_of, side_by_side
+from confitune.experiments.runs.job import Job, TrainingError, groups_of, load, side_by_side
 from confitune.experiments.runs.recipe import Recipe
 from confitune.experiments.runs.runner import Outcomes, Place
 
@@ -211,9 +211,9 @@ def work(errand: Errand) -> list[RunResult | ConfituneError]:
     try:
         _settle_in(errand, node)
         torch.set_num_threads(errand.threads)
-        loaded = Loaded.of(errand.jobs[0])
+        loaded = load(errand.jobs[0])
         # Where an earlier try of a run is still alive, it is waited for.
-        return [*side_by_side(errand.jobs, loaded, lambda job: nullcontext(Listener()), wait=True)]
+        return [*side_by_side(errand.jobs, *loaded, lambda job: nullcontext(Listener()), wait=True)]
     except TrainingError as error:
         told: ConfituneError = error
     except torch.OutOfMemoryError as error:

@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress
 
-from confitune.engine import (
-    BEFORE,
-    CHECKPOINT,
-    Checkpoint,
-    LiveProgress,
-    RunResult,
-    command_line,
-    decoding_bar,
-    differences,
-    progress_board,
-)
+from confitune import engine
+from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.reporting.report import write_pages
 from confitune.experiments.runs.identity import filled, finished_runs, shortened
-from confitune.experiments.runs.job import Job, Loaded, TrainingError, Watch, groups_of, load_backbone, side_by_side
+from confitune.experiments.runs.job import Job, TrainingError, Watch, groups_of, load, load_backbone, side_by_side
 from confitune.experiments.runs.recipe import Recipe
 from confitune.files import require_writable
 
@@ -63,18 +57,21 @@ class Place:
         """
         if not jobs:
             return
-        with decoding_bar(self.console) as bar:
-            loaded = Loaded.of(jobs[0], bar)
+        with engine.decoding_bar(self.console) as bar:
+            loaded = load(jobs[0], bar)
         for group in groups_of(jobs, self.parallel_seeds):
-            several = len(group) > 1 and self.console.is_terminal
+            board = engine.progress_board(self.console) if len(group) > 1 and self.console.is_terminal else None
+            show = partial(_progress, self.console, board)
             try:
-                with progress_board(self.console) if several else nullcontext() as board:
-                    done = side_by_side(
-                        group, loaded, lambda job: closing(LiveProgress(self.console, job.label, board)), wait=False
-                    )
+                with board or nullcontext():
+                    done = side_by_side(group, *loaded, show, wait=False)
                 yield from zip(group, done, strict=True)
             except TrainingError as error:
                 yield from ((job, error) for job in group)
+
+
+def _progress(console: Console, board: Progress | None, job: Job) -> AbstractContextManager[engine.LiveProgress]:
+    return closing(engine.LiveProgress(console, job.label, board))
 
 
 @contextmanager
@@ -112,8 +109,7 @@ def run_recipe(
     *,
     place: Place | None = None,
     resume: bool = False,
-    checkpoint_seconds: float = 30.0,
-    watch: Watch | None = None,
+    **how: Any,
 ) -> list[RunResult]:
     """Run what the recipe asks for and is not done yet; results, logs and tables go below `out`.
 
@@ -123,11 +119,10 @@ def run_recipe(
         place: where runs are done (`open_place`); default: here, one after the other, without a word.
         resume: take finished runs as they are and go on with broken-off ones; without it, an `out` that holds any of
             them is refused, so nothing is overwritten.
-        checkpoint_seconds: a run that is killed loses at most this much work and an epoch's.
-        watch: makes listeners that measure something while a run goes on.
+        how: more of `plan_recipe`.
     """
     place = place or Place()
-    plan = plan_recipe(recipe, out, place, resume=resume, checkpoint_seconds=checkpoint_seconds, watch=watch)
+    plan = plan_recipe(recipe, out, place, resume=resume, **how)
     if resume and (note := _other_settings(plan)):
         place.say(f"note: {note}", "yellow")
     place.begin(plan.left)
@@ -170,11 +165,16 @@ def plan_recipe(
     checkpoint_seconds: float = 30.0,
     watch: Watch | None = None,
 ) -> Plan:
-    """Find out what is done and what is left; whatever is wrong with that is refused before any work is done."""
+    """Find out what is done and what is left; whatever is wrong with that is refused before any work is done.
+
+    Args:
+        checkpoint_seconds: a run that is killed loses at most this much work and an epoch's.
+        watch: makes listeners that measure something while a run goes on.
+    """
     recipe = place.settled(recipe)
     backbone = load_backbone(recipe)
     jobs = [
-        Job(recipe, out, method, seed, backbone.weights_sha256, command_line(), checkpoint_seconds, watch)
+        Job(recipe, out, method, seed, backbone.weights_sha256, engine.command_line(), checkpoint_seconds, watch)
         for method in recipe.methods
         for seed in recipe.run_seeds
     ]
@@ -186,7 +186,9 @@ def plan_recipe(
     for method in dict.fromkeys(job.method for job in plan.left):  # now, not after those that can do it were trained
         recipe.method(method).network(copy.deepcopy(backbone.module))
     for job in plan.left:
-        Checkpoint.load(job.folder, job.config)  # one of another configuration is refused before any work is done
+        engine.Checkpoint.load(
+            job.folder, job.config
+        )  # one of another configuration is refused before any work is done
     if plan.left:
         require_writable(out)
     return plan
@@ -194,7 +196,7 @@ def plan_recipe(
 
 def finish_plan(plan: Plan, place: Place) -> list[RunResult]:
     """Results of all runs of a plan whose jobs the place has begun."""
-    done, failures = dict(plan.done), dict[Job, ConfituneError]()
+    done, failures = dict(plan.done), dict[str, ConfituneError]()  # by key
     if done:
         with suppress(OSError):  # nothing may be left to do on a disk that is read-only by now
             write_pages(plan.out)  # a run that was killed right after its result may have left an older one
@@ -203,12 +205,12 @@ def finish_plan(plan: Plan, place: Place) -> list[RunResult]:
             done[job.key] = outcome
             write_pages(plan.out)
         else:
-            failures[job] = outcome
+            failures[job.key] = outcome
     if not failures:
         return [done[job.key] for job in plan.jobs]
     # One error says all of them; runs that were stopped by the same one are named by the first.
-    first_of = {id(failures[job]): job for job in reversed(plan.jobs) if job in failures}
-    told = [(job, failures[job]) for job in reversed(first_of.values())]
+    first_of = {id(failures[job.key]): job for job in reversed(plan.jobs) if job.key in failures}
+    told = [(job, failures[job.key]) for job in plan.jobs if job in first_of.values()]
     error = told[0][1]
     if len(told) > 1:
         diverged = all(isinstance(error, TrainingError) for _, error in told)
@@ -222,7 +224,7 @@ def finish_plan(plan: Plan, place: Place) -> list[RunResult]:
 def _refuse_existing(jobs: Sequence[Job], finished: Mapping[str, RunResult]) -> None:
     """Refuse to do what is done or begun."""
     for job in jobs:
-        begun = any((job.folder / name).exists() for name in (CHECKPOINT, BEFORE))
+        begun = any((job.folder / name).exists() for name in (engine.CHECKPOINT, engine.BEFORE))
         if begun or job.key in finished:
             what = f"{job.out} holds a {'finished' if job.key in finished else 'broken-off'} run of {job.label}"
             raise ConfituneError(f"{what}: add --resume to take it as it is and go on, or choose another --out folder")
@@ -233,6 +235,6 @@ def _other_settings(plan: Plan) -> str:
     for job in plan.left:
         for other in plan.others:
             if (other.dataset, other.method, other.seed) == (job.recipe.dataset, job.method, job.seed):
-                differing = differences(*(filled(shortened(config)) for config in (other.config, job.config)))
+                differing = engine.differences(*(filled(shortened(config)) for config in (other.config, job.config)))
                 return f"{plan.out} has {job.label} with other settings ({differing}); it stays, this is another run"
     return ""
