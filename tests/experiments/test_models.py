@@ -51,4 +51,4 @@ def test_a_pattern_is_part_of_a_name_or_has_wildcards():
 
 
 def test_short_names_come_first():
-    assert matching_models("resnet")[:3] == ["resnet10t", "resnet14t", "resnet18"]
+    assert matching_models("resnet")[:3] == ["resnet18", "resnet26", "resnet34"]

@@ -355,7 +355,7 @@ def test_a_run_waits_for_an_earlier_try_and_takes_its_result(errand, tmp_path):
 
 def test_a_run_that_ray_never_gives_up_on_is_given_up(errand, monkeypatch):
     """Ray tries a run that is killed for memory again for ever."""
-    monkeypatch.setattr(ray_cluster, "side_by_side", lambda *_: ["done"])
+    monkeypatch.setattr(ray_cluster, "side_by_side", lambda *_, **__: ["done"])
     assert [work(errand) for _ in range(3)] == [["done"]] * 3
     (error,) = work(errand)
     assert "its worker died 3 times; if that was for lack of memory" in str(error)
@@ -388,13 +388,13 @@ def test_other_weights_on_a_node_are_refused(errand, tmp_path):
 def test_a_worker_uses_the_threads_of_its_share(errand, monkeypatch):
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(ray_cluster, "side_by_side", lambda *_: [])
+    monkeypatch.setattr(ray_cluster, "side_by_side", lambda *_, **__: [])
     work(changed(errand, threads=3))
     assert threads == [3]
 
 
 def test_gpu_memory_that_does_not_suffice_is_said(errand, monkeypatch):
-    def too_much(*_):
+    def too_much(*_, **__):
         raise torch.OutOfMemoryError("tried to allocate 1 TiB")
 
     monkeypatch.setattr(ray_cluster, "side_by_side", too_much)

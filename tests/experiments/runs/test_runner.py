@@ -167,7 +167,7 @@ def test_one_more_method_runs_alone(finished, values, started):
     after = contents(finished / "runs")
     assert {path: after[path] for path in before} == before
     (section,) = sections_of(finished_runs(finished).values())
-    seeds = {name: [run.seed for run in row.runs] for name, row in section.rows.items()}
+    seeds = {name: [run.seed for run in row.runs] for name, row in zip(section.names, section.rows, strict=True)}
     assert seeds == {"finetune": [0, 1], "linear-probe": [0], "confit": [0, 1]}
     assert "linear-probe" in (finished / "table.md").read_text()
 

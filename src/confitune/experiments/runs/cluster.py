@@ -233,7 +233,7 @@ def _settle_in(errand: Errand, node: str) -> None:
             "install the same version everywhere"
         )
     until = time.monotonic() + _SEEN_WITHIN
-    while not (errand.home / errand.token).exists():
+    while not (errand.home.is_dir() and (errand.home / errand.token).exists()):
         if time.monotonic() > until:
             missing = errand.token.parent if errand.home.is_dir() else errand.home
             raise ConfituneError(
