@@ -444,7 +444,7 @@ def test_options_win_over_the_recipe(confitune, weights, tmp_path):
     ("text", "expected"),
     [
         ("epoch: 3", "mine.yaml: no option 'epoch'; did you mean 'epochs'?"),
-        ("means: windows", "mine.yaml: means='windows' is not known: did you mean 'window'?"),
+        ("means: windows", "mine.yaml: means='windows': Input should be 'window' or 'phase'"),
         ("dataset: digit", "there is no dataset 'digit'; did you mean 'digits'?"),
         ("methods: [confi]", "no method 'confi': did you mean 'confit'?"),
         ("[confit]", "mine.yaml must hold options by name"),
@@ -465,7 +465,7 @@ def test_a_missing_recipe(confitune, tmp_path):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("--means windows", "means='windows' is not known: did you mean 'window'?"),
+        ("--means windows", "means='windows': Input should be 'window' or 'phase'"),
         ("--method finetun", "no method 'finetun': did you mean 'finetune'?"),
         ("--method confit --method confit", "name a method twice"),
         ("--method confit+finetune", "names 2 that say what is trained and when (confit, finetune); give one"),
@@ -473,10 +473,10 @@ def test_a_missing_recipe(confitune, tmp_path):
         ("--tasks 9", "digits has 5 tasks, so tasks=9 is impossible"),
         ("--device nonsense", "device 'nonsense' cannot be used"),
         ("--device cuda:99", "device 'cuda:99' cannot be used"),
-        ("--step nonsense", "step='nonsense' is not known: There are 'auto', 'eager', 'graph' or 'compile'."),
-        ("--step grap", "step='grap' is not known: did you mean 'graph'?"),
+        ("--step nonsense", "step='nonsense': Input should be 'auto', 'eager', 'graph' or 'compile'"),
+        ("--step grap", "step='grap': Input should be 'auto', 'eager', 'graph' or 'compile'"),
         ("--step graph", "step='graph' captures CUDA graphs and needs a GPU; leave it at 'auto'"),
-        ("--set pixels=hist", "pixels='hist' is not known: did you mean 'host'?"),
+        ("--set pixels=hist", "pixels='hist': Input should be 'auto', 'device' or 'host'"),
         ("--set weight_deca=1", "--set weight_deca=1: there is no setting 'weight_deca'; did you mean 'weight_decay'?"),
         ("--set strength=3", "there is no setting 'strength'; did you mean 'ewc.strength'?"),
         ("--set lr", "--set lr: write NAME=VALUE, e.g. lr=0.1, or PART.OPTION=VALUE"),
@@ -606,6 +606,13 @@ def test_models_shows_what_a_task_takes(confitune):
     assert cells(said.out, "torchvision:resnet18")[4:] == ["19,148", "45,523"]
 
 
+def test_models_shows_a_few_of_many(confitune, monkeypatch):
+    monkeypatch.setattr("confitune.experiments.matching_models", lambda pattern: ["resnet18"] * 11 + ["vgg11_bn"] * 5)
+    said = confitune("models", "net")
+    assert sum(line.startswith("│ ") for line in said.out.splitlines()) == 12
+    assert "12 of 16 that match; give more of a name for others, e.g. 'vgg11_bn'" in said.out
+
+
 def test_models_fits_eighty_columns(confitune, monkeypatch):
     monkeypatch.setattr("confitune.experiments.matching_models", lambda pattern: ["resnet18"])
     monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((80, 24)))
@@ -686,6 +693,13 @@ def test_options_lists_every_setting(confitune):
     assert cells(said, "cpr.beta") == ["cpr.beta", "0.05", "weight of the entropy term"]
 
 
+@pytest.mark.parametrize("command", ["run", "tune", "reproduce", "compare", "learn", "predict"])
+def test_help_shows_no_types_of_python(confitune, command):
+    said = confitune(command, "--help").out
+    assert "--help" in said
+    assert not re.search(r"<(bool|list)", said)
+
+
 def test_without_arguments_help_is_shown(confitune):
     assert "Usage" in (said := confitune()).out + said.err
     assert "run" in said.out + said.err
@@ -704,11 +718,11 @@ def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tm
     for strength in (1, 100):
         chosen = {"ewc": {"strength": float(strength)}}
         result = run_of(out, "ewc", held_out=0.1, options=chosen)
-        row = cells(said.out, f"{strength:>12}")  # right-aligned below ewc.strength
-        assert row[1:3] == [f"{result.acc:.1f}", f"{result.fgt:.1f}"]
-        if strength == best:
-            test = run_of(out, "ewc", held_out=None, options=chosen)
-            assert row[3:5] == [f"{test.acc:.1f}", f"{test.fgt:.1f}"]
+        rows = [line.split("│")[1:-1] for line in said.out.splitlines() if f"(ewc.strength={strength})" in line]
+        shown = [[cell.strip() for cell in row[1:3]] for row in rows]
+        tests = [run_of(out, "ewc", held_out=None, options=chosen)] if strength == best else []
+        assert shown == [[f"{run.acc:.1f}", f"{run.fgt:.1f}"] for run in (result, *tests)]
+        for test in tests:
             assert "held_out" not in test.config
     assert f"Everything is in {out}; to run the winner again: confitune run {out / 'winner.yaml'}" in said.out
 

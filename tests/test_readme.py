@@ -49,8 +49,8 @@ def outcome(page: str) -> dict:
 
 def rows(folder: str, words: str) -> dict[str, Row]:
     """Of the section with these words in its heading, by method."""
-    (found,) = (s for s in sections_of(finished_runs(ROOT / "results" / folder).values()) if words in s.heading())
-    return found.rows
+    (found,) = (s for s in sections_of(finished_runs(ROOT / "results" / folder).values()) if words in s.about)
+    return dict(zip(found.names, found.rows, strict=True))
 
 
 def _order(table: dict) -> str:

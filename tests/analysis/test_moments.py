@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from confitune.analysis import LayerMoments, ShiftRecorder, ShiftResult, moments_at_test
-from confitune.analysis.moments import read_moments, write_moments
+from confitune.analysis import ShiftRecorder, ShiftResult
+from confitune.analysis.moments import moments_at_test
 from confitune.analysis.shift import AFTER_FIRST_TASK
 from confitune.engine import read_results
 from confitune.errors import ConfituneError
@@ -53,30 +53,32 @@ def test_a_result_that_misses_a_layer_is_refused():
         ShiftResult.model_validate({**BEFORE, "d1": [0.1]})
 
 
-def test_moments_wait_in_a_file_to_the_last_bit(tmp_path):
-    draw = torch.Generator().manual_seed(0)
-    kept = {name: LayerMoments(*(torch.rand(3, generator=draw).double() for _ in KINDS)) for name in ("z", "a.b")}
-    write_moments(tmp_path / "kept", "dark", kept)
-    found = read_moments(tmp_path / "kept", "dark")
-    assert list(found) == ["z", "a.b"]
-    for name, layer in kept.items():
-        assert all(torch.equal(getattr(found[name], kind), getattr(layer, kind)) for kind in KINDS)
+@pytest.fixture
+def resumed(make_run, sequence, settings, tmp_path):
+    """A recorder of a run that has ended, whose file of the first task a test may change."""
+    net = make_run("confit").net
+    make_run("confit", net=net, listeners=(ShiftRecorder(net, sequence, settings, tmp_path),)).run()
+    return ShiftRecorder(net, sequence, settings, tmp_path)
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path):
-    tensors = {f"{kind}/0": torch.zeros(6).double() for kind in ("true", "running")}
-    save_file(tensors, tmp_path / "kept", {"task": "dark", "layers": '["0"]'})
+def test_moments_wait_in_a_file_to_the_last_bit(make_run, sequence, settings, tmp_path):
+    net = make_run("confit").net
+    recorder = ShiftRecorder(net, sequence, settings, tmp_path)
+    make_run("confit", net=net, listeners=(recorder,)).run()
+    kept = {name: torch.stack(means) for name, means in moments_at_test(net, sequence[0], settings).items()}
+    recorder.task_ended(0, [])
+    assert all(torch.equal(found, kept[name]) for name, found in load_file(tmp_path / AFTER_FIRST_TASK).items())
+    assert recorder.result().d1 == [0.0] * len(kept)
+
+
+def test_a_file_of_another_kind_is_refused(resumed, tmp_path):
+    save_file({"true/0": torch.zeros(6).double()}, tmp_path / AFTER_FIRST_TASK)
     with pytest.raises(ConfituneError, match="start this run anew"):
-        read_moments(tmp_path / "kept", "dark")
+        resumed.result()
 
 
 @pytest.mark.parametrize("other", ["0 3", "0 1", "0"])
-def test_a_file_of_another_network_is_refused(make_run, sequence, settings, tmp_path, other):
-    net = make_run("confit").net
-    make_run("confit", net=net, listeners=(ShiftRecorder(net, sequence, settings, tmp_path),)).run()
-    kept = {name: LayerMoments(*(torch.ones(5).double() for _ in KINDS)) for name in other.split()}
-    write_moments(tmp_path / AFTER_FIRST_TASK, "dark", kept)
-    recorder = ShiftRecorder(net, sequence, settings, tmp_path)
-    recorder.run_started("confit", [task.name for task in sequence], 2, len(sequence))
+def test_a_file_of_another_network_is_refused(resumed, tmp_path, other):
+    save_file({name: torch.ones(2, 5).double() for name in other.split()}, tmp_path / AFTER_FIRST_TASK)
     with pytest.raises(ConfituneError, match=r"of another network: .*'0': 5.*'0': 6, '3': 8"):
-        recorder.result()
+        resumed.result()

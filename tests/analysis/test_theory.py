@@ -14,8 +14,8 @@ from confitune.analysis.constant_maps import constant_map
 @pytest.mark.parametrize("seed", [0, 1])
 def test_proposition1_holds(seed):
     found = check_proposition1(seed)
-    assert found.holds
-    assert found.worst_violation < 1e-12
+    assert found["holds"]
+    assert found["worst_violation"] < 1e-12
 
 
 @pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (2, 3), (4, 2), (1, 2)])
@@ -44,15 +44,15 @@ def test_the_constant_map():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_proposition2_holds(seed):
     found = check_proposition2(seed, instances=25)
-    assert found.holds
-    assert found.worst_violation <= 0
-    assert found.instances == 150
-    assert found.tighter_with_better_features
-    best, worst = found.levels[0], found.levels[-1]
-    assert best.distance < 1e-12
-    assert worst.distance == pytest.approx(2 * np.sin(0.5))
-    assert 0.05 < best.tightness < 1
-    assert worst.bound == 0.0
+    assert found["holds"]
+    assert found["worst_violation"] <= 0
+    assert found["instances"] == 150
+    assert found["tighter_with_better_features"]
+    best, worst = found["levels"][0], found["levels"][-1]
+    assert best["distance"] < 1e-12
+    assert worst["distance"] == pytest.approx(2 * np.sin(0.5))
+    assert 0.05 < best["tightness"] < 1
+    assert worst["bound"] == 0.0
 
 
 def test_proposition2_needs_one_frame(monkeypatch):
@@ -61,8 +61,8 @@ def test_proposition2_needs_one_frame(monkeypatch):
     turned = np.array([[0.0, 1.0], [-1.0, 0.0]])
     monkeypatch.setattr(linear_model, "_bound", lambda head, own, *given: bound(head, own @ turned, *given))
     found = check_proposition2(instances=25)
-    assert not found.holds
-    assert found.worst_violation > 0.01
+    assert not found["holds"]
+    assert found["worst_violation"] > 0.01
 
 
 def test_the_bound_in_a_case_by_hand():
@@ -138,19 +138,19 @@ def test_parts_of_the_linear_model(drawn):
 
 def test_proposition3_holds_and_plain_fine_tuning_forgets():
     found = check_proposition3()
-    assert found.holds
-    assert found.worst_violation < 1e-12
-    assert max(found.probing_first) < 1e-12
-    assert found.plain[-1] > 0.05
-    assert len(found.plain) == 5
+    assert found["holds"]
+    assert found["worst_violation"] < 1e-12
+    assert max(found["probing_first"]) < 1e-12
+    assert found["plain"][-1] > 0.05
+    assert len(found["plain"]) == 5
 
 
 def test_proposition3_needs_the_probed_head(monkeypatch):
     probed = linear_model.probed_head
     monkeypatch.setattr(linear_model, "probed_head", lambda *given: probed(*given) + 0.1)
     found = check_proposition3(instances=8, tasks=3)
-    assert not found.holds
-    assert found.worst_violation > 1e-3
+    assert not found["holds"]
+    assert found["worst_violation"] > 1e-3
 
 
 def test_the_same_seed_gives_the_same_numbers():

@@ -1,7 +1,7 @@
 import pytest
 
 from confitune.experiments import matching_models
-from confitune.experiments.catalog import WELL_KNOWN, model_row
+from confitune.experiments.catalog import MOST, WELL_KNOWN, model_row
 from confitune.nn import model_names
 
 
@@ -36,6 +36,7 @@ def test_a_network_that_does_not_convert_says_why(name, problem):
 
 def test_without_a_pattern_the_well_known_ones():
     assert matching_models(None) == list(WELL_KNOWN)
+    assert len(WELL_KNOWN) <= MOST
     assert set(WELL_KNOWN) <= set(model_names())
 
 
@@ -47,3 +48,7 @@ def test_a_pattern_is_part_of_a_name_or_has_wildcards():
     assert all(name.startswith("vgg") and name.endswith("_bn") for name in matching_models("vgg*_bn"))
     assert len(matching_models("vgg*_bn")) == 4
     assert matching_models("no such thing") == []
+
+
+def test_short_names_come_first():
+    assert matching_models("resnet")[:3] == ["resnet18", "resnet26", "resnet34"]

@@ -2,13 +2,11 @@
 
 from confitune.analysis.constant_maps import check_proposition1
 from confitune.analysis.linear_model import check_proposition2, check_proposition3
-from confitune.analysis.moments import LayerMoments, moments_at_test, paired_convs
 from confitune.analysis.shift import ShiftRecorder, ShiftResult
 from confitune.analysis.storage import measure_storage
 from confitune.analysis.transductive import TransductiveResult, transductive_accuracy
 
 __all__ = [
-    "LayerMoments",
     "ShiftRecorder",
     "ShiftResult",
     "TransductiveResult",
@@ -16,7 +14,5 @@ __all__ = [
     "check_proposition2",
     "check_proposition3",
     "measure_storage",
-    "moments_at_test",
-    "paired_convs",
     "transductive_accuracy",
 ]

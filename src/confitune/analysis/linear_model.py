@@ -29,8 +29,8 @@ loss L_t'(B_t, v_t') stays what it was when that task was learned. Plain fine-tu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,31 +109,13 @@ def smallest_cosine(features: Array, x: Array) -> Array:
     return np.asarray(np.linalg.svd(outside, compute_uv=False)[:, -1])
 
 
-@dataclass(frozen=True)
-class FeatureLevel:
-    """Instances whose features are equally good; square roots of worst-case losses, averaged."""
-
-    distance: float  # min over U of ||B - U B_*||, not squared
-    error: float  # left side
-    bound: float  # right side, 0 where it is negative and says nothing
-    tightness: float  # mean of bound / error; 1 would be tight
-
-
-@dataclass(frozen=True)
-class Proposition2:
-    """What `check_proposition2` found."""
-
-    holds: bool  # in every instance, single-head and multi-head
-    worst_violation: float  # largest bound - error; 0 or less: none
-    tighter_with_better_features: bool  # tightness never falls as the distance shrinks
-    instances: int
-    levels: list[FeatureLevel]
-
-
-def check_proposition2(seed: int = 0, instances: int = 60) -> Proposition2:
+def check_proposition2(seed: int = 0, instances: int = 60) -> dict[str, Any]:
     """Fine-tune so many random instances for each quality of features, perfect to poor, and compare both sides.
 
-    Heads start from nearly right to unrelated.
+    Heads start from nearly right to unrelated. `holds`: in every instance, single-head and multi-head;
+    `worst_violation`: the largest bound - error; `levels`: by quality of features, their distance min over U of
+    ||B - U B_*||, the left side (error) and the right side (bound, 0 where it is negative and says nothing), square
+    roots of worst-case losses, and the mean of bound / error (tightness; 1 would be tight).
     """
     levels, worst = [], -np.inf
     for angle in _ANGLES:
@@ -141,17 +123,16 @@ def check_proposition2(seed: int = 0, instances: int = 60) -> Proposition2:
         level, violation = _level(np.random.default_rng(seed), instances, angle)
         levels.append(level)
         worst = max(worst, violation)
-    tightness = [level.tightness for level in levels]
-    return Proposition2(
-        holds=worst <= _ROUNDING,
-        worst_violation=worst,
-        tighter_with_better_features=all(a >= b for a, b in pairwise(tightness)),
-        instances=instances * len(levels),
-        levels=levels,
-    )
+    return {
+        "holds": worst <= _ROUNDING,
+        "worst_violation": worst,
+        "tighter_with_better_features": all(a["tightness"] >= b["tightness"] for a, b in pairwise(levels)),
+        "instances": instances * len(levels),
+        "levels": levels,
+    }
 
 
-def _level(chance: np.random.Generator, instances: int, angle: float) -> tuple[FeatureLevel, float]:
+def _level(chance: np.random.Generator, instances: int, angle: float) -> tuple[dict[str, float], float]:
     k, n, d = _SIZES2
     both = orthonormal_rows(chance, instances, 2 * k, d)
     best, aside = both[:, :k], both[:, k:]
@@ -174,13 +155,10 @@ def _level(chance: np.random.Generator, instances: int, angle: float) -> tuple[F
     bound = _bound(head, own_head, target, smallest_cosine(features, x)) - distance**2
     multi_head_error = worst_case_error(after, own_head, target)
     relaxation = worst_case_error(after, head_after, linear_map(after, own_head))  # epsilon_mh
-    level = FeatureLevel(
-        distance=float(distance.mean()),
-        error=float(error.mean()),
-        bound=float(bound.clip(0).mean()),
-        tightness=float((bound.clip(0) / error).mean()),
+    level = {"distance": distance, "error": error, "bound": bound.clip(0), "tightness": bound.clip(0) / error}
+    return {name: float(values.mean()) for name, values in level.items()}, float(
+        max((bound - error).max(), (bound - relaxation - multi_head_error).max())
     )
-    return level, float(max((bound - error).max(), (bound - relaxation - multi_head_error).max()))
 
 
 def _bound(head: Array, best_head: Array, target: Array, cosine: Array) -> Array:
@@ -191,21 +169,16 @@ def _bound(head: Array, best_head: Array, target: Array, cosine: Array) -> Array
     return np.asarray(gain)
 
 
-@dataclass(frozen=True)
-class Proposition3:
-    """What `check_proposition3` found."""
+def check_proposition3(seed: int = 0, instances: int = 20, tasks: int = 5) -> dict[str, Any]:
+    """Learn random task sequences in both ways and compare.
 
-    holds: bool
-    worst_violation: float  # largest move of B or change of an earlier loss, probing first
-    probing_first: list[float]  # after each task, what the tasks before it lost since they were learned, on average
-    plain: list[float]  # the same with plain fine-tuning
-
-
-def check_proposition3(seed: int = 0, instances: int = 20, tasks: int = 5) -> Proposition3:
-    """Learn random task sequences in both ways and compare."""
+    `worst_violation`: the largest move of B or change of an earlier loss, probing first; `probing_first`, `plain`:
+    after each task, what the tasks before it lost since they were learned, on average.
+    """
     probing_first, worst = _learn(seed, instances, tasks, probe=True)
     plain, _ = _learn(seed, instances, tasks, probe=False)
-    return Proposition3(holds=worst <= TOLERANCE, worst_violation=worst, probing_first=probing_first, plain=plain)
+    found = {"holds": worst <= TOLERANCE, "worst_violation": worst}
+    return {**found, "probing_first": probing_first, "plain": plain}
 
 
 def _learn(seed: int, instances: int, tasks: int, probe: bool) -> tuple[list[float], float]:

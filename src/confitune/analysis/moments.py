@@ -11,29 +11,21 @@ Used ones are recovered through today's weights, stored or shared, as the networ
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.engine import TrainSettings
 from confitune.engine.feed import batches
 from confitune.errors import ConfituneError
-from confitune.files import write_whole
 from confitune.methods.ccll import Calibrations
 from confitune.nn import ContinualNet, XconvNorms, trace_flow
 from confitune.tasks import Task
 
 _SLICE = 32  # images turned into float64 at a time
-_KINDS = ("true_mean", "used_mean")
 
 
 class Moments:
@@ -74,8 +66,7 @@ class Moments:
             self.count = total
 
 
-@dataclass(frozen=True)
-class LayerMoments:
+class LayerMoments(NamedTuple):
     """Of one convolution's output on one task's test set; float64 [C] on the CPU."""
 
     true_mean: Tensor
@@ -118,47 +109,11 @@ def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings | Non
 
     for conv in pairs:
         twin.backbone.get_submodule(conv).register_forward_hook(partial(add, conv))
-    with _full_precision(device):
+    cudnn = {"enabled": torch.backends.cudnn.enabled, "deterministic": torch.backends.cudnn.deterministic}
+    with torch.backends.cudnn.flags(**cudnn, allow_tf32=False), torch.autocast(device.type, enabled=False):
         for pixels, _ in batches(task.test, (settings or TrainSettings()).eval_batch_size, device):
             twin(task.inputs(pixels))
     if not true:
         raise ConfituneError(f"no batch norm of {type(net.backbone).__name__} follows a convolution: nothing to watch")
     used = {conv: twin.backbone.get_submodule(norm).get_buffer("running_mean") for conv, norm in pairs.items()}
     return {conv: LayerMoments(moments.mean.cpu(), used[conv].double().cpu()) for conv, moments in true.items()}
-
-
-@contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """Within, no autocast that a caller may have on, and no TensorFloat32 in convolutions."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
-
-
-def write_moments(path: Path, task: str, moments: Mapping[str, LayerMoments]) -> None:
-    """Keep what was measured on a task, for `read_moments`."""
-    tensors = {f"{kind}/{name}": getattr(layer, kind) for name, layer in moments.items() for kind in _KINDS}
-    order = json.dumps(list(moments))  # which tensors of a file have not
-    write_whole(path, lambda out: out.write(save(tensors, {"task": task, "layers": order})))
-
-
-def read_moments(path: Path, task: str) -> dict[str, LayerMoments]:
-    """What `write_moments` kept of this task, or an error that says what to do."""
-    try:
-        with safe_open(path, "pt") as file:
-            described = file.metadata() or {}
-            moments = {
-                name: LayerMoments(*(file.get_tensor(f"{kind}/{name}") for kind in _KINDS))
-                for name in json.loads(described["layers"])
-            }
-    except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfituneError(f"{path} cannot be read ({error}): start this run anew for this analysis") from error
-    if described.get("task") != task:
-        raise ConfituneError(
-            f"{path} was measured on task {described.get('task')!r}, this run began with {task!r}: start it anew"
-        )
-    return moments

@@ -18,11 +18,14 @@ from pathlib import Path
 
 import torch
 from pydantic import BaseModel, model_validator
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
-from confitune.analysis.moments import LayerMoments, moments_at_test, read_moments, write_moments
+from confitune.analysis.moments import moments_at_test
 from confitune.engine import Listener, TrainSettings
 from confitune.errors import ConfituneError
+from confitune.files import write_whole
 from confitune.methods import METHODS
 from confitune.nn import ContinualNet
 from confitune.tasks import TaskSequence
@@ -78,40 +81,46 @@ class ShiftRecorder(Listener):
         if first_task == 0:
             self._path.unlink(missing_ok=True)  # of a run that was here before
         else:
-            read_moments(self._path, own[0])  # what is missing is said now, not at the end
+            self._before()  # what is missing is said now, not at the end
 
     def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
         if task == 0:
-            write_moments(self._path, self._sequence[0].name, self._measure())
+            kept = {name: torch.stack(means) for name, means in self._measure().items()}
+            write_whole(self._path, lambda out: out.write(save(kept)))
 
     def result(self) -> ShiftResult:
         """What moved up to now; to be asked for when the last task has ended."""
-        before, after = read_moments(self._path, self._sequence[0].name), self._measure()
-        layers = list(after)
-        if (known := _channels(before)) != (own := _channels(after)):
+        before, after = self._before(), self._measure()
+        known, own = ({name: means[0].numel() for name, means in moments.items()} for moments in (before, after))
+        if known != own:
             raise ConfituneError(
                 f"{self._path} is of another network: its layers and their channels are {known}, this one's {own}; "
                 "start this run anew for this analysis"
             )
-        pairs = [(before[name], after[name]) for name in layers]
+        pairs = [(*before[name], *after[name]) for name in after]  # true and used means, then and now
         return ShiftResult(
             dataset=self._sequence.name,
             method=self._method,
             seed=self._settings.seed,
             task=self._sequence[0].name,
             last_task=self._sequence[-1].name,
-            layers=layers,
-            d0=[_distance(first.used_mean, first.true_mean) for first, _ in pairs],
-            d1=[_distance(first.true_mean, last.true_mean) for first, last in pairs],
-            d2=[_distance(last.used_mean, last.true_mean) for _, last in pairs],
+            layers=list(after),
+            d0=[_distance(used, true) for true, used, _, _ in pairs],
+            d1=[_distance(first, last) for first, _, last, _ in pairs],
+            d2=[_distance(used, true) for _, _, true, used in pairs],
         )
 
-    def _measure(self) -> Mapping[str, LayerMoments]:
+    def _measure(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         return moments_at_test(self._net, self._sequence[0], self._settings)
 
-
-def _channels(moments: Mapping[str, LayerMoments]) -> dict[str, int]:
-    return {name: layer.true_mean.numel() for name, layer in moments.items()}
+    def _before(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """What was measured after the first task, or an error that says what to do."""
+        try:
+            return {name: (true, used) for name, (true, used) in load(self._path.read_bytes()).items()}
+        except (OSError, SafetensorError, ValueError, TypeError) as error:
+            raise ConfituneError(
+                f"{self._path} cannot be read ({error}): start this run anew for this analysis"
+            ) from error
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -77,68 +77,53 @@ def transductive_accuracy(
     return TransductiveResult(tasks=[task.name for task in tasks], accuracies=accuracies)
 
 
-def _accuracy(net: ContinualNet, task: Task, settings: TrainSettings, mean: Source, variance: Source) -> float:
-    """Sweeps over the test set, each of which finds one more layer's moments, until none is left to be found."""
-    net.prepare(task.name)
-    device = next(net.parameters()).device
-    moments = _ChosenMoments(net.backbone, mean, variance, whole=len(task.test) <= settings.eval_batch_size)
-    found_one = True
-    while found_one:
-        right = []
-        for pixels, labels in batches(task.test, settings.eval_batch_size, device):
-            moments.call, x = 0, task.inputs(pixels)
-            with suppress(_FarEnough), torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16(device)):
-                logits = net.head(net.backbone(x))
-                right.append(count_right(logits, labels, task.groups))
-        found_one = moments.found_one()
-    moments.restore()
-    return 100.0 * torch.cat(right).double().mean().item()
-
-
 class _FarEnough(Exception):
     """The layers beyond have nothing to do in this sweep."""
 
 
-class _ChosenMoments:
-    """Puts the chosen moments into every batch norm just before it normalises.
+def _accuracy(net: ContinualNet, task: Task, settings: TrainSettings, mean: Source, variance: Source) -> float:
+    """Sweeps over the test set, each of which finds one more layer's moments, until none is left to be found.
 
-    Layers are told apart by the order of their calls, which also serves a layer that is called twice.
+    The chosen moments are put into every batch norm just before it normalises. Layers are told apart by the order of
+    their calls, which also serves a layer that is called twice.
     """
+    net.prepare(task.name)
+    device = next(net.parameters()).device
+    whole = len(task.test) <= settings.eval_batch_size
+    norms = [m for m in net.backbone.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    running = {m: (m.get_buffer("running_mean").clone(), m.get_buffer("running_var").clone()) for m in norms}
+    true: list[tuple[Tensor, Tensor]] = []  # by call
+    found, call = Moments(), 0
 
-    def __init__(self, backbone: nn.Module, mean: Source, variance: Source, whole: bool) -> None:
-        norms = [m for m in backbone.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-        self._running = {m: (m.get_buffer("running_mean").clone(), m.get_buffer("running_var").clone()) for m in norms}
-        self._mean, self._variance, self._whole = mean, variance, whole
-        self._known: list[tuple[Tensor, Tensor]] = []  # true moments by call
-        self._new = Moments()
-        self.call = 0
-        hooked = [] if mean == variance == "running" else norms
-        self._handles = [norm.register_forward_pre_hook(self._before) for norm in hooked]
-
-    def _before(self, norm: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.call == len(self._known):
-            self._new.add(args[0])
-            if not self._whole:
+    def before(norm: nn.Module, args: tuple[Any, ...]) -> None:
+        nonlocal found, call
+        if call == len(true):
+            found.add(args[0])
+            if not whole:
                 raise _FarEnough
-            self.found_one()
-        assert isinstance(norm, _BatchNorm)
-        true, running = self._known[self.call], self._running[norm]
-        self.call += 1
-        _put(norm, (true if self._mean == "true" else running)[0], (true if self._variance == "true" else running)[1])
+            true.append((found.mean, found.variance))
+            found = Moments()
+        chosen = (true[call] if source == "true" else running[norm] for source in (mean, variance))  # type: ignore[index]
+        _put(norm, *(moments[which] for which, moments in enumerate(chosen)))
+        call += 1
 
-    def found_one(self) -> bool:
-        """Take over what was measured, if anything was."""
-        if not self._new.count:
-            return False
-        self._known.append((self._new.mean, self._new.variance))
-        self._new = Moments()
-        return True
-
-    def restore(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for norm, (mean, variance) in self._running.items():
-            _put(norm, mean, variance)
+    hooked = [] if mean == variance == "running" else norms
+    handles = [norm.register_forward_pre_hook(before) for norm in hooked]
+    while True:
+        right = []
+        for pixels, labels in batches(task.test, settings.eval_batch_size, device):
+            call, x = 0, task.inputs(pixels)
+            with suppress(_FarEnough), torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16(device)):
+                right.append(count_right(net.head(net.backbone(x)), labels, task.groups))
+        if not found.count:
+            break
+        true.append((found.mean, found.variance))
+        found = Moments()
+    for handle in handles:
+        handle.remove()
+    for norm, moments in running.items():
+        _put(norm, *moments)
+    return 100.0 * torch.cat(right).double().mean().item()
 
 
 def _put(norm: nn.Module, mean: Tensor, variance: Tensor) -> None:

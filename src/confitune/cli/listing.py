@@ -28,15 +28,17 @@ def models_command(
     it; the others keep all their moments per task.
     """
     from confitune.experiments import matching_models, models_table
+    from confitune.experiments.catalog import MOST
 
-    console = Console()
-    names = matching_models(pattern)
+    console, names = Console(), matching_models(pattern)
     if not names:
         raise ConfituneError(f"no model matches {pattern!r}; try part of a name, e.g. 'resnet'")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what libraries say of their own models is not what was asked for
-        table = models_table(track(names, "converting", console=console, transient=True))
+        table = models_table(track(names[:MOST], "converting", console=console, transient=True))
     console.print(table)
+    if len(names) > MOST:
+        say(f"{MOST} of {len(names)} that match; give more of a name for others, e.g. '{names[MOST]}'", "yellow")
 
 
 @app.command(name="methods")
@@ -55,9 +57,7 @@ def methods_command(
     [bold]Examples[/bold]
 
       confitune methods
-
       confitune methods ewc
-
       confitune methods mas+cpr+confit
     """
     with importing():
@@ -76,7 +76,6 @@ def options_command() -> None:
     [bold]Examples[/bold]
 
       confitune options
-
       confitune run --method ewc --set weight_decay=1e-4 --set ewc.strength=3000
     """
     from confitune.experiments import method_options, terminal_table
@@ -105,7 +104,6 @@ def doctor_command(
     [bold]Examples[/bold]
 
       confitune doctor model
-
       confitune doctor model --repair
     """
     from confitune.deploy import examine

@@ -45,31 +45,46 @@ def settings_option(name: str, default: str | None = None) -> Any:
     return Annotated[(str if choices else kind) | None, option]
 
 
-def with_settings(*names: str, **defaults: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(
+    *names: str, place: Callable[..., Any] | None = None, **defaults: str
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command an option for each of these settings; its `**settings` are those that were given.
 
-    The help shows `defaults` where the command has another default than the setting.
+    The help shows `defaults` where the command has another default than the setting. With the options of `place`, too,
+    the command's `place` is that function with the values of its options.
     """
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         by_name, rest = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
-        own = [p.replace(kind=by_name) for p in signature.parameters.values() if p.kind is not rest]
+        own = [p for p in signature.parameters.values() if p.kind is not rest and p.name != "place"]
+        _, *where = inspect.signature(place, eval_str=True).parameters.values() if place else (None,)
         kinds = {name: settings_option(name, defaults.get(name)) for name in names}
         added = [inspect.Parameter(name, by_name, default=None, annotation=kind) for name, kind in kinds.items()]
 
         @functools.wraps(command)
         def called(**given: Any) -> None:
-            command(**{name: value for name, value in given.items() if name not in names or value is not None})
+            asked = {p.name: given.pop(p.name) for p in where}
+            given = {name: value for name, value in given.items() if name not in names or value is not None}
+            command(**given, **({"place": functools.partial(place, **asked)} if place else {}))
 
-        called.__signature__ = signature.replace(parameters=[*added, *own])  # type: ignore[attr-defined]
+        together = [*added, *(p.replace(kind=by_name) for p in (*own, *where))]
+        called.__signature__ = signature.replace(parameters=together)  # type: ignore[attr-defined]
         return called
 
     return add
 
 
 class SettingsCommand(TyperCommand):
-    """A command that says how a setting is given for which it has no option."""
+    """A command that says how a setting is given for which it has no option, and shows no types of Python's."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)
+        for param in params:
+            plain = param.metavar is None and (getattr(param, "is_flag", False) or param.multiple)
+            if plain or param.nargs == -1:
+                param.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
+        return params
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from confitune.cli.app import Option, app, say, stoppable
-from confitune.cli.options import SettingsCommand, with_settings
+from confitune.cli.options import with_settings
 
-if TYPE_CHECKING:
-    from confitune.experiments import Place
-
-_WITH_RESUME = "the same command with --resume goes on where it was"
+Places = Callable[[Console], AbstractContextManager[Any]]
+_GOES_ON = "the same command with --resume goes on where it was"
+_OURS = "the options given"  # what messages say of a recipe that is no file
 
 RecipeFile = Annotated[
-    Path | None, typer.Argument(help="a YAML file with any of the settings that `confitune options` lists")
+    str | None,
+    typer.Argument(help="a YAML file with any of the settings that `confitune options` lists, or a recipe's name"),
 ]
 Seeds = Annotated[int | None, Option(show_default="1", help="how many runs of each method, with seeds 0, 1, ...")]
 Set = Annotated[
@@ -31,30 +33,9 @@ Set = Annotated[
         "`confitune options` lists all of them",
     ),
 ]
+Out = Annotated[Path, Option(help="results, logs and pictures go below this folder")]
 Resume = Annotated[bool, Option(help="take what is finished there as it is, and go on with what is not")]
-_WhereOption = partial(Option, rich_help_panel="Where runs are done")
-ParallelSeeds = Annotated[int, _WhereOption(min=1, help="so many seeds of a method at once, to fill a large GPU")]
-On = Annotated[
-    str,
-    _WhereOption(
-        metavar="PLACE",
-        help="local: here, one run after the other. ray: many at once on this machine (or on the cluster that "
-        "RAY_ADDRESS names). HOST:PORT or ray://HOST:PORT: on that Ray cluster, whose nodes must share the folder of "
-        "--out. A run whose node dies goes on from its checkpoint on another: docs/scaling.md",
-    ),
-]
-GpusPerRun = Annotated[
-    float | None,
-    _WhereOption(
-        min=0, max=1, help="on Ray: a run's share of a GPU; 0.2: five at once on each; default: 1, where there are"
-    ),
-]
-CpusPerRun = Annotated[
-    int | None,
-    _WhereOption(
-        min=1, help="on Ray: a run's CPUs and torch's threads; default: its GPU's part of the node's, else up to 4"
-    ),
-]
+_Where = partial(Option, rich_help_panel="Where runs are done")
 
 # The settings that people change; all others are for --set and recipes.
 _NETWORK = ("model", "weights", "means")
@@ -62,7 +43,39 @@ _TRAINING = ("epochs", "batch_size", "lr", "device", "precision", "step")
 _SETTINGS = ("dataset", "data_dir", "cache_dir", "tasks", "pipeline", *_NETWORK, *_TRAINING)
 
 
-def _recipe_values(recipe: Path | None, given: dict[str, Any], changes: list[str] | None) -> dict[str, Any]:
+def _place(
+    console: Console,
+    on: Annotated[
+        str,
+        _Where(
+            metavar="PLACE",
+            help="local: here, one run after the other. ray: many at once on this machine (or on the cluster that "
+            "RAY_ADDRESS names). HOST:PORT or ray://HOST:PORT: on that Ray cluster, whose nodes must share the folder "
+            "of --out. A run whose node dies goes on from its checkpoint on another",
+        ),
+    ] = "local",
+    parallel_seeds: Annotated[int, _Where(min=1, help="so many seeds of a method at once, to fill a large GPU")] = 1,
+    gpus_per_run: Annotated[
+        float | None,
+        _Where(min=0, max=1, help="on Ray: a run's share of a GPU; 0.2: five at once on each; default: 1, if any"),
+    ] = None,
+    cpus_per_run: Annotated[
+        int | None,
+        _Where(min=1, help="on Ray: a run's CPUs and torch's threads; default: its GPU's part of the node's, or 4"),
+    ] = None,
+) -> AbstractContextManager[Any]:
+    from confitune.experiments import open_place
+
+    return open_place(
+        on=on,
+        console=console,
+        parallel_seeds=parallel_seeds,
+        gpus_per_run=gpus_per_run,
+        cpus_per_run=cpus_per_run,
+    )
+
+
+def _recipe_values(recipe: str | None, changes: list[str] | None, **given: Any) -> dict[str, Any]:
     """The file's values with those given on the command line over them."""
     from confitune.experiments import merge_settings, read_recipe
 
@@ -70,16 +83,10 @@ def _recipe_values(recipe: Path | None, given: dict[str, Any], changes: list[str
     return merge_settings({**(read_recipe(recipe) if recipe else {}), **values}, changes or ())
 
 
-def _place(console: Console, asked: dict[str, Any]) -> AbstractContextManager[Place]:
-    from confitune.experiments import open_place
-
-    names = ("on", "parallel_seeds", "gpus_per_run", "cpus_per_run")
-    return open_place(console=console, **{name: asked[name] for name in names})
-
-
-@app.command(name="run", cls=SettingsCommand)
-@with_settings(*_SETTINGS, "scenario")
+@app.command(name="run")
+@with_settings(*_SETTINGS, "scenario", place=_place)
 def run_command(
+    place: Places,
     recipe: RecipeFile = None,
     method: Annotated[
         list[str] | None,
@@ -87,13 +94,9 @@ def run_command(
     ] = None,
     seeds: Seeds = None,
     changes: Set = None,
-    out: Annotated[Path, Option(help="results, logs and pictures go below this folder")] = Path("confitune-run"),
+    out: Out = Path("confitune-run"),
     resume: Resume = False,
     checkpoint_seconds: Annotated[float, Option(min=0, help="how much work a killed run may lose, at most")] = 30.0,
-    on: On = "local",
-    parallel_seeds: ParallelSeeds = 1,
-    gpus_per_run: GpusPerRun = None,
-    cpus_per_run: CpusPerRun = None,
     **settings: Any,
 ) -> None:
     """Learn tasks one after the other with each method, and show what each forgets.
@@ -107,30 +110,23 @@ def run_command(
     [bold]Examples[/bold]
 
       confitune run
-
       confitune run --dataset flowers102 --model resnet18.tv_in1k --method finetune --method confit --seeds 5
-
-      confitune run recipes/flowers102.yaml --out runs/flowers --resume
-
+      confitune run flowers102.yaml --out runs/flowers --resume  [dim]# a recipe that comes along[/dim]
       confitune run --dataset photos:1-2+digits:1+photos:3-5  [dim]# a task from elsewhere in between[/dim]
-
       confitune run --scenario class --method best --method lda --method joint  [dim]# which task is not given[/dim]
-
       confitune run --method ewc --set ewc.strength=3000 --set weight_decay=1e-4
-
       confitune run --method confit --method ewc --method mas --seeds 5 --on ray --cpus-per-run 1
     """
-    asked = dict(locals())
     from confitune.experiments import draw_overview, make_recipe, run_recipe, summary_table, write_pages
     from confitune.experiments.runs.job import TrainingError
 
     console = Console()
-    with stoppable(_WITH_RESUME):
-        values = _recipe_values(recipe, {**settings, "seeds": seeds, "methods": method or None}, changes)
-        checked = make_recipe(values, str(recipe or "the options given"))
-        with _place(console, asked) as place:
+    with stoppable(_GOES_ON):
+        values = _recipe_values(recipe, changes, **settings, seeds=seeds, methods=method or None)
+        checked = make_recipe(values, recipe or _OURS)
+        with place(console) as there:
             try:
-                results = run_recipe(checked, out, place=place, resume=resume, checkpoint_seconds=checkpoint_seconds)
+                results = run_recipe(checked, out, place=there, resume=resume, checkpoint_seconds=checkpoint_seconds)
             except TrainingError as error:
                 if error.results:  # the others are none the worse for it
                     console.print(summary_table(error.results))
@@ -144,9 +140,10 @@ def run_command(
         say(f"Everything is in {out}, but no picture: {error}", "yellow")
 
 
-@app.command(name="tune", cls=SettingsCommand)
-@with_settings(*_SETTINGS)
+@app.command(name="tune")
+@with_settings(*_SETTINGS, place=_place)
 def tune_command(
+    place: Places,
     method: Annotated[str, typer.Argument(help="one method: ewc, si, rwalk, mas, mas-cpr, ewc+confit, ...")],
     recipe: RecipeFile = None,
     option: Annotated[
@@ -155,13 +152,9 @@ def tune_command(
     grid: Annotated[list[str] | None, Option(help="repeatable: a value to try; default: the paper's values")] = None,
     seeds: Seeds = None,
     changes: Set = None,
-    out: Annotated[Path, Option(help="everything goes below this folder")] = Path("confitune-tune"),
+    out: Out = Path("confitune-tune"),
     resume: Resume = False,
     retrain: Annotated[bool, Option(help="train the winner again on all training images, and test it")] = True,
-    on: On = "local",
-    parallel_seeds: ParallelSeeds = 1,
-    gpus_per_run: GpusPerRun = None,
-    cpus_per_run: CpusPerRun = None,
     **settings: Any,
 ) -> None:
     """Choose an option of a method by images held out of training, as the paper did.
@@ -173,28 +166,29 @@ def tune_command(
     [bold]Examples[/bold]
 
       confitune tune ewc --dataset digits --seeds 3
-
-      confitune tune mas-cpr recipes/flowers102-paper.yaml --data-dir data --out runs/tune-cpr --resume
-
+      confitune tune mas-cpr flowers102-paper.yaml --data-dir data --out runs/tune-cpr --resume
       confitune tune ewc+confit --option ewc.strength --grid 300 --grid 3000 --grid 30000 --no-retrain
     """
-    asked = dict(locals())
-    from confitune.experiments import edge_note, plan_search, run_search, search_table
+    from confitune.experiments import edge_note, plan_search, run_search, sections_of
 
-    values = _recipe_values(recipe, {**settings, "seeds": seeds}, changes)
-    search = plan_search(method, values, option, grid or (), str(recipe or "the options given"))
+    values = _recipe_values(recipe, changes, **settings, seeds=seeds)
+    search = plan_search(method, values, option, grid or (), recipe or _OURS)
     console = Console()
-    with stoppable(_WITH_RESUME), _place(console, asked) as place:
-        points, retrained = run_search(search, out, place=place, resume=resume, retrain=retrain)
-    console.print(search_table(search, points, retrained))
+    with stoppable(_GOES_ON), place(console) as there:
+        points, retrained = run_search(search, out, place=there, resume=resume, retrain=retrain)
+    for section in sections_of([*(run for runs in points.values() for run in runs), *retrained]):
+        console.print(section.terminal())
     if note := edge_note(search, points):
         say(f"note: {note}", "yellow")
     say(f"Everything is in {out}; to run the winner again: confitune run {out / 'winner.yaml'}")
 
 
-@app.command(name="reproduce", cls=SettingsCommand)
-@with_settings(*_SETTINGS[1:], pipeline="published, where there is one", model="the paper's ResNet18", means="phase")
+@app.command(name="reproduce")
+@with_settings(
+    *_SETTINGS[1:], place=_place, pipeline="published, where there is one", model="the paper's ResNet18", means="phase"
+)
 def reproduce_command(
+    place: Places,
     what: Annotated[
         list[str],
         typer.Argument(
@@ -209,11 +203,7 @@ def reproduce_command(
     seeds: Annotated[int | None, Option(min=1, help="runs of each method; default: the paper's 5")] = None,
     quick: Annotated[bool, Option("--quick", help="2 tasks, 5 epochs, 1 seed: see that everything works")] = False,
     changes: Set = None,
-    out: Annotated[Path, Option(help="everything goes below this folder")] = Path("confitune-reproduction"),
-    on: On = "local",
-    parallel_seeds: ParallelSeeds = 1,
-    gpus_per_run: GpusPerRun = None,
-    cpus_per_run: CpusPerRun = None,
+    out: Out = Path("confitune-reproduction"),
     **settings: Any,
 ) -> None:
     """Make tables and figures of the paper again, and put its numbers beside what is measured.
@@ -224,23 +214,18 @@ def reproduce_command(
     [bold]Examples[/bold]
 
       confitune reproduce all --datasets photos --quick
-
       confitune reproduce table2 --data-dir data --parallel-seeds 5
-
       confitune reproduce shift --data-dir data --methods hierarchical,confit --means window --set statistics=pass
-
-      confitune reproduce recipes/table1.yaml --data-dir data
+      confitune reproduce table1.yaml --data-dir data  [dim]# a recipe that comes along[/dim]
     """
-    asked = dict(locals())
     from confitune.experiments import read_scope, reproduce
 
     given = settings if seeds is None else {**settings, "seeds": seeds}
     scope, whats = read_scope(
         what, out, datasets=datasets, methods=methods, quick=quick, given=given, changes=changes or ()
     )
-    console = Console()
-    with stoppable("the same command goes on where it was"), _place(console, asked) as place:
-        outcomes = reproduce(whats, scope, place=place)
+    with stoppable("the same command goes on where it was"), place(Console()) as there:
+        outcomes = reproduce(whats, replace(scope, place=there))
     for outcome in outcomes:
         verdicts = [cell.verdict for cell in outcome.cells]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("inside", "higher", "lower") if v in verdicts)
@@ -260,7 +245,6 @@ def report_command(
     [bold]Examples[/bold]
 
       confitune report confitune-run
-
       confitune report results/photos --out photos.html --title "Photos, five tasks"
     """
     from confitune.experiments import write_report
@@ -281,16 +265,15 @@ def compare_command(
     [bold]Examples[/bold]
 
       confitune compare runs/lr-0.01 runs/lr-0.03
-
       confitune compare results/photos* --out photos.md
     """
     from confitune.experiments import compare
     from confitune.files import write_whole
 
-    console, comparisons = Console(), compare(folders)
-    page = "\n".join(comparison.markdown() for comparison in comparisons)
+    console, sections = Console(), compare(folders)
+    page = "\n".join(section.markdown() for section in sections)
     if console.is_terminal:
-        console.print(*(comparison.terminal() for comparison in comparisons), sep="\n\n")
+        console.print(*(section.terminal() for section in sections), sep="\n\n")
     else:
         print(page, end="")
     if out is not None:

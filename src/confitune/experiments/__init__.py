@@ -3,18 +3,15 @@
 from confitune.experiments.catalog import matching_models, method_options, method_page, methods_table, models_table
 from confitune.experiments.paper.plan import Scope, read_scope
 from confitune.experiments.paper.reproduce import reproduce
-from confitune.experiments.reporting.render import terminal_table
 from confitune.experiments.reporting.report import draw_overview, write_pages, write_report
-from confitune.experiments.reporting.table import compare, summary_table
-from confitune.experiments.runs.job import finished_runs
-from confitune.experiments.runs.place import Place, open_place
+from confitune.experiments.reporting.table import compare, sections_of, summary_table, terminal_table
+from confitune.experiments.runs.identity import finished_runs
 from confitune.experiments.runs.recipe import Recipe, make_recipe, merge_settings, read_recipe
-from confitune.experiments.runs.runner import run_recipe
-from confitune.experiments.runs.tune import Point, edge_note, plan_search, run_search, search_table, winner
+from confitune.experiments.runs.runner import Place, open_place, run_recipe
+from confitune.experiments.runs.tune import edge_note, plan_search, run_search, winner
 
 __all__ = [
     "Place",
-    "Point",
     "Recipe",
     "Scope",
     "compare",
@@ -35,7 +32,7 @@ __all__ = [
     "reproduce",
     "run_recipe",
     "run_search",
-    "search_table",
+    "sections_of",
     "summary_table",
     "terminal_table",
     "winner",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -14,13 +14,14 @@ from rich.text import Text
 from confitune.analysis import measure_storage
 from confitune.errors import ConfituneError
 from confitune.experiments.paper.numbers import Searched, searched
-from confitune.experiments.reporting.render import terminal_table
+from confitune.experiments.reporting.table import terminal_table
 from confitune.experiments.runs.identity import XCONV, options_of, value_text
-from confitune.methods import METHODS, Method, create_method, method_classes
+from confitune.methods import METHODS, create_method, method_classes
 from confitune.nn import ContinualNet, Head, NoBatchNormError, XconvNorms, model_names, without_memory
 from confitune.nn.geometry import Means
 
 NETWORK = "resnet18"
+MOST = 12  # networks in a table; each is converted for it
 
 
 @dataclass(frozen=True)
@@ -31,51 +32,6 @@ class OptionReport:
     default: Any
     description: str
     paper: dict[str, float]  # by dataset
-
-
-@dataclass(frozen=True)
-class MethodReport:
-    """What a method does and takes; numbers are those of `NETWORK`, without heads."""
-
-    name: str
-    summary: str
-    shares: str  # what all tasks use together
-    numbers_per_task: int
-    numbers_once: int  # kept once, however many tasks there are
-    in_addition: str  # what runs besides plain fine-tuning
-    reference: str
-
-
-def report_method(name: str, made: dict[tuple[str, ...], ContinualNet] | None = None) -> MethodReport:
-    """Of one method, also a composed one such as 'ewc+confit' or 'mas-cpr'.
-
-    Storage is measured without memory: the network is made on the meta device, and the method attached to it.
-
-    Args:
-        made: networks of other methods by the kinds of their parts: making them is what takes time.
-    """
-    method, made = create_method(name), {} if made is None else made
-    parts = tuple(part.kind for part in method.parts())
-    if parts not in made:
-        made[parts] = method.network(without_memory(NETWORK))
-    net = made[parts]
-    storage = measure_storage(method, net)
-    kinds = [kind for kind in METHODS.values() if kind in method_classes(name)] or method_classes(name)
-    return MethodReport(
-        name=name,
-        summary="; ".join(kind.summary for kind in kinds),
-        shares="nothing" if method.separate else _shares(method, net),
-        numbers_per_task=storage.per_task,
-        numbers_once=storage.once,
-        in_addition="; ".join(kind.cost for kind in kinds),
-        reference="; ".join(kind.reference for kind in kinds if kind.reference),
-    )
-
-
-def _shares(method: Method, net: ContinualNet) -> str:
-    what = "convolutions" if net.numbers_per_task else "the backbone"
-    trained = any("weights" in stage.trains for task in (0, 1) for stage in method.stages(10, task))
-    return what if trained else f"{what}, frozen"
 
 
 def method_options(*names: str) -> list[OptionReport]:
@@ -96,16 +52,39 @@ def paper_search(method: str) -> Searched | None:
     return next((row for row in searched() if added and set(method_classes(row.method)) == added), None)
 
 
+def method_row(name: str, made: dict[tuple[str, ...], ContinualNet]) -> list[str]:
+    """What one method does and takes, also a composed one such as 'ewc+confit' or 'mas-cpr'.
+
+    Storage is measured without memory: the network is made on the meta device, and the method attached to it.
+
+    Args:
+        made: networks of other methods by the kinds of their parts: making them is what takes time.
+    """
+    method = create_method(name)
+    parts = tuple(part.kind for part in method.parts())
+    net = made[parts] = made.get(parts) or method.network(without_memory(NETWORK))
+    storage = measure_storage(method, net)
+    kinds = [kind for kind in METHODS.values() if kind in method_classes(name)] or method_classes(name)
+    does, references = "; ".join(kind.summary for kind in kinds), [kind.reference for kind in kinds if kind.reference]
+    shares = "convolutions" if net.numbers_per_task else "the backbone"
+    if not any("weights" in stage.trains for task in (0, 1) for stage in method.stages(10, task)):
+        shares += ", frozen"
+    return [
+        name,
+        "\n".join([does, *filter(None, ["; ".join(references)])]),
+        "nothing" if method.separate else shares,
+        f"{storage.per_task:,}",
+        f"{storage.once:,}",
+        "; ".join(kind.cost for kind in kinds),
+    ]
+
+
 def methods_table(*names: str) -> Table:
     """Methods as rows; without names, all that come along."""
-    rows, made = [], dict[tuple[str, ...], ContinualNet]()
-    for report in (report_method(name, made) for name in names or METHODS):
-        does = f"{report.summary}\n{report.reference}".strip()
-        numbers = (f"{report.numbers_per_task:,}", f"{report.numbers_once:,}")
-        rows.append([report.name, does, report.shares, *numbers, report.in_addition])
+    made: dict[tuple[str, ...], ContinualNet] = {}
     return terminal_table(
         ["method", "what it does", "tasks share", "a task", "once", "in addition"],
-        rows,
+        [method_row(name, made) for name in names or METHODS],
         caption=f"a task, once: numbers kept, {NETWORK}, without heads. in addition: what runs besides plain "
         "fine-tuning. Methods can be combined by '+', e.g. ewc+confit. More of one: confitune methods NAME",
     )
@@ -114,45 +93,42 @@ def methods_table(*names: str) -> Table:
 def method_page(name: str) -> Group:
     """All of one method: what it takes, its options, and how it is called."""
     options, run = method_options(name), f"confitune run --method {name}"
-    below: list[Table | Text] = []
+    page: list[Table | Text] = [methods_table(name)]
     if options:
-        below = [_options_table(options)]
         run += f" --set {options[0].name}={value_text(options[0].default)}"
+        datasets = list(dict.fromkeys(dataset for option in options for dataset in option.paper))
+        rows = [
+            [o.name, value_text(o.default), *(value_text(o.paper.get(d, "")) for d in datasets), o.description]
+            for o in options
+        ]
+        caption = "datasets: the paper's values, used there by default" if datasets else ""
+        page.append(terminal_table(["option", "default", *datasets, "what it is"], rows, caption=caption))
     kinds = method_classes(name)
     if settings := [field for field in XCONV if any(field in kind.Options.model_fields for kind in kinds)]:
-        below.append(Text(f"settings of the network that matter to it: {', '.join(settings)}"))
+        page.append(Text(f"settings of the network that matter to it: {', '.join(settings)}"))
     if own := create_method(name).training(False, {}):
-        below.append(Text("trains with, unless you say otherwise: " + ", ".join(f"{k}={v}" for k, v in own.items())))
+        page.append(Text("trains with, unless you say otherwise: " + ", ".join(f"{k}={v}" for k, v in own.items())))
     examples = [run, f"confitune tune {name}"] if paper_search(name) else [run]
-    return Group(methods_table(name), *below, *(Text(example, style="cyan") for example in examples))
-
-
-def _options_table(options: Sequence[OptionReport]) -> Table:
-    datasets = list(dict.fromkeys(dataset for option in options for dataset in option.paper))
-    rows = []
-    for option in options:
-        known = [value_text(option.paper[name]) if name in option.paper else "" for name in datasets]
-        rows.append([option.name, value_text(option.default), *known, option.description])
-    caption = "datasets: the paper's values, used there by default" if datasets else ""
-    return terminal_table(["option", "default", *datasets, "what it is"], rows, caption=caption)
+    return Group(*page, *(Text(example, style="cyan") for example in examples))
 
 
 # One or two of each family that people fine-tune; any other name or pattern can be asked for.
 WELL_KNOWN = (
-    *("tf_efficientnet_lite0", "resnet18", "resnet34", "resnet50", "resnext50_32x4d", "seresnet50", "regnety_004"),
-    *("regnety_032", "mobilenetv2_100", "mobilenetv3_large_100", "mobilenetv4_conv_small", "efficientnet_b0"),
-    *("tf_efficientnetv2_s", "mnasnet_100", "ghostnet_100", "densenet121", "vgg11_bn", "dla34", "hrnet_w18_small"),
-    *("res2net50_26w_4s", "inception_v3", "repvgg_a0", "cspdarknet53"),
-    *("torchvision:resnet18", "torchvision:shufflenet_v2_x1_0", "torchvision:googlenet"),
+    *("tf_efficientnet_lite0", "efficientnet_b0", "resnet18", "resnet50", "resnext50_32x4d", "seresnet50"),
+    *("regnety_004", "mobilenetv3_large_100", "densenet121", "vgg11_bn", "inception_v3", "torchvision:resnet18"),
 )
 
 
 def matching_models(pattern: str | None) -> list[str]:
-    """Names that match a pattern such as '*resnet*' (a pre-training tag is ignored); without one, the well-known."""
+    """Names that match a pattern such as '*resnet*' (a pre-training tag is ignored), short ones first.
+
+    Without a pattern, the well-known ones.
+    """
     if pattern is None:
         return list(WELL_KNOWN)
     wild = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
-    return fnmatch.filter(model_names(), wild) or fnmatch.filter(model_names(), pattern.split(".")[0])
+    found = fnmatch.filter(model_names(), wild) or fnmatch.filter(model_names(), pattern.split(".")[0])
+    return sorted(found, key=lambda name: (len(name), name))
 
 
 def model_row(name: str) -> list[str]:

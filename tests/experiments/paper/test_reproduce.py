@@ -12,10 +12,10 @@ from confitune.errors import ConfituneError
 from confitune.experiments import finished_runs
 from confitune.experiments.paper import reproduce as session_module
 from confitune.experiments.paper import tables
-from confitune.experiments.paper.numbers import Reported, reported
-from confitune.experiments.paper.outcome import Cell, Claim, Outcome, cells_of
-from confitune.experiments.paper.plan import TABLE1, Part, Scope, parts_of, read_scope
-from confitune.experiments.paper.reproduce import WHATS, reproduce
+from confitune.experiments.paper.numbers import reported
+from confitune.experiments.paper.outcome import Claim, Outcome, cells_of, verdict
+from confitune.experiments.paper.plan import TABLE1, Part, Scope, read_scope
+from confitune.experiments.paper.reproduce import WHATS, parts_of, reproduce
 from confitune.experiments.runs.identity import filled
 
 ELEVEN = {
@@ -23,21 +23,8 @@ ELEVEN = {
 }
 
 
-def cell(measured, paper, interval, metric="ACC"):
-    return Cell(
-        dataset="d",
-        method="m",
-        metric=metric,
-        measured=measured,
-        interval=0.2,
-        seeds=5,
-        paper=paper,
-        paper_interval=interval,
-    )
-
-
 @pytest.mark.parametrize(
-    ("measured", "paper", "interval", "verdict"),
+    ("measured", "paper", "interval", "said"),
     [
         (86.9, 86.99, 0.25, "inside"),
         (87.24, 86.99, 0.25, "inside"),
@@ -48,8 +35,8 @@ def cell(measured, paper, interval, metric="ACC"):
         (50.0, None, None, "not reported"),
     ],
 )
-def test_the_verdict_is_where_the_mean_lies(measured, paper, interval, verdict):
-    assert cell(measured, paper, interval).verdict == verdict
+def test_the_verdict_is_where_the_mean_lies(measured, paper, interval, said):
+    assert verdict(measured, paper, interval) == said
 
 
 def result(method, seed, matrix, as_learned=None, **config):
@@ -62,8 +49,8 @@ def result(method, seed, matrix, as_learned=None, **config):
 
 def test_cells_stand_beside_the_papers():
     confit = [result("confit", 0, ((84.0, 82.0), 90.0)), result("confit", 1, ((87.0, 86.0), 90.0))]
-    runs = {"confit": confit, "joint": [result("joint", 0, ((None, 88.0), 92.0))]}
-    acc, fgt, joint = cells_of(runs, "flowers102", reported("table1"))
+    acc, fgt = cells_of("flowers102", "confit", confit, reported("table1")["confit"]["flowers102"])
+    (joint,) = cells_of("flowers102", "joint", [result("joint", 0, ((None, 88.0), 92.0))], {})
     assert (acc.method, acc.metric, acc.measured, acc.seeds, acc.paper, acc.paper_interval) == (
         *("confit", "ACC", 87.0, 2, 86.99, 0.25),
     )
@@ -76,35 +63,38 @@ def test_cells_stand_beside_the_papers():
 
 
 def test_a_task_just_learned_is_measured_as_the_published_code_does_with_ours_beside_it():
-    runs = {"confit": [result("confit", 0, ((84.0, 82.0), 90.0), as_learned=[85.0, 88.0])]}
-    acc, fgt = cells_of(runs, "flowers102", reported("table1"))
+    runs = [result("confit", 0, ((84.0, 82.0), 90.0), as_learned=[85.0, 88.0])]
+    acc, fgt = cells_of("flowers102", "confit", runs, reported("table1")["confit"]["flowers102"])
     assert (acc.measured, acc.recovered) == (85.0, 86.0)  # 82 and 88, 82 and 90
     assert (fgt.measured, fgt.recovered) == (3.0, 2.0)
     assert fgt.row()[3:] == ["3.00", "1", "1.79 ± 0.49", "+1.21", "higher", "2.00"]
 
 
-def test_runs_that_did_not_test_tasks_as_learned_are_named(tmp_path, monkeypatch):
+def written(write, scope, runs):
+    """What a table makes of these runs by method, on the one dataset."""
+    (dataset,), outcome = scope.datasets, Outcome("x", "X")
+    write(outcome, scope, {dataset: [Part(scope.recipe(dataset, method), found) for method, found in runs.items()]})
+    return outcome
+
+
+def test_runs_that_did_not_test_tasks_as_learned_are_named(tmp_path):
     runs = {
         "finetune": [result("finetune", 0, ((84.0, 70.0), 80.0), means=None)],
         "confit": [result("confit", 0, ((84.0, 82.0), 90.0), means="phase")],
         "finetune-xconv": [result("finetune-xconv", 0, ((84.0, 80.0), 90.0), [84.0, 90.0], means="phase")],
     }
-    monkeypatch.setattr(tables, "by_method", lambda parts: runs)
-    scope = Scope(tmp_path, ("cub200",), given={"pipeline": "clean"})
-    outcome = tables.table2(scope, parts_of("table2", scope), None)
-    boxes, older = outcome.notes
+    boxes, older = written(tables.table2, Scope(tmp_path, ("cub200",), given={"pipeline": "clean"}), runs).notes
     assert boxes.startswith("cub200: measured with the clean pipeline, whole images and not their bounding boxes")
     assert older.startswith("cub200: runs of confit did not test tasks before their means are recovered.")
-    outcome = tables.table2(Scope(tmp_path), parts_of("table2", Scope(tmp_path)), None)
+    outcome = written(tables.table2, Scope(tmp_path), runs)
     assert [note.partition(":")[0] for note in outcome.notes] == ["flowers102"]  # the clean pipeline is not noted
 
 
-def test_the_order_of_methods_is_compared_and_not_claimed(tmp_path, monkeypatch):
+def test_the_order_of_methods_is_compared_and_not_claimed(tmp_path):
     def claims(**acc):
         runs = {m.replace("_", "-"): [result(m, 0, ((a, a), a), means=None)] for m, a in acc.items()}
-        monkeypatch.setattr(tables, "by_method", lambda parts: runs)
-        outcome = tables.table1(Scope(tmp_path), parts_of("table1", Scope(tmp_path)), None)
-        return outcome.claims[0].text, outcome.claims[0].measured, outcome.claims[0].holds
+        order, _ = written(tables.table1, Scope(tmp_path), runs).claims
+        return order.text, order.measured, order.holds
 
     text = "flowers102: the order of the methods"  # the paper: finetune 78.06, ewc 79.94, mas 80.90, confit 86.99
     assert claims(finetune=70.0, ewc=71.0, mas=72.0, confit=90.0) == (text, "the paper's", True)
@@ -153,12 +143,14 @@ def test_forms_of_confit_and_deeper_networks_are_runs_of_their_own(tmp_path):
 
 
 def test_deeper_networks_start_from_their_own_weights(tmp_path):
-    for what, networks in tables.DEEPER.items():
+    for what, networks in (
+        ("deeper", ("resnet34.bt_in1k", "resnet50.ram_in1k")),
+        ("deeper-lite", ("tf_efficientnet_lite0", "tf_efficientnet_lite1", "tf_efficientnet_lite2")),
+    ):
         parts = parts_of(what, Scope(tmp_path, given={"weights": "resnet18.safetensors"}))
         asked = [(n, m) for n in networks for m in ("finetune", "confit")]
         assert [(part.recipe.model, part.method) for part in parts] == asked
         assert {(part.recipe.weights, part.recipe.epochs) for part in parts} == {(None, 50)}
-        assert tables.deeper(Scope(tmp_path), parts, None).what == what
 
 
 def test_a_search_ends_with_what_the_winner_gives_on_all_training_images(tiny):
@@ -230,7 +222,7 @@ def test_a_file_can_train_some_rows_otherwise(tmp_path):
 
 def test_every_recipe_of_an_experiment_is_sound(tmp_path):
     named = set()
-    for path in sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml")):
+    for path in sorted((Path(__file__).parents[3] / "src/confitune/recipes").glob("*.yaml")):
         if "what" in yaml.safe_load(path.read_text()):
             scope, whats = read_scope([str(path)], tmp_path)
             named |= set(whats)
@@ -240,8 +232,22 @@ def test_every_recipe_of_an_experiment_is_sound(tmp_path):
     assert named == set(WHATS)
 
 
+def test_one_run_of_each_method_does_not_judge_the_paper(tmp_path, monkeypatch):
+    """Whatever it measured: with several seeds the same numbers are judged."""
+    runs = {m: result(m, 0, ((a, a), a), means=None) for m, a in (("finetune", 90.0), ("confit", 80.0), ("mas", 85.0))}
+    monkeypatch.setattr(session_module, "_run_missing", lambda parts, scope: [])
+    monkeypatch.setattr(Part, "found", lambda part, results: Part(part.recipe, [runs[part.method]]))
+    verdicts = {}
+    for seeds in (1, 2):
+        scope = Scope(tmp_path, methods=tuple(runs), given={"seeds": seeds})
+        (outcome,) = reproduce(["table1"], scope)
+        verdicts[seeds] = outcome.claims[0].holds
+        assert ("Note: one run of each method is too little" in (tmp_path / "table1.md").read_text()) == (seeds == 1)
+    assert verdicts == {1: None, 2: False}
+
+
 def test_unknown_names_are_refused(tmp_path):
-    with pytest.raises(ConfituneError, match="nothing to reproduce called table3: there are curves, "):
+    with pytest.raises(ConfituneError, match="nothing to reproduce called table3: there are datasets, "):
         reproduce(["table3"], Scope(tmp_path))
 
 
@@ -305,8 +311,8 @@ def test_what_cannot_be_trained_is_noted_and_the_rest_is_made(tiny):
     scope = Scope(tiny.out, tiny.datasets, ("finetune", "confit"), quick=True, given={**tiny.given, "lr": 1e20})
     (outcome,) = reproduce(["table2"], scope)
     assert not outcome.cells
-    assert len(outcome.notes) == 2
-    assert outcome.notes[0].startswith("digits, finetune: the loss of task 'task1' became")
+    assert len(outcome.notes) == 3  # with the one on single runs
+    assert outcome.notes[1].startswith("digits, finetune: the loss of task 'task1' became")
     assert "Note: digits, confit" in (scope.out / "table2.md").read_text()
 
 
@@ -314,7 +320,7 @@ def test_a_page_shows_everything():
     outcome = Outcome(
         what="x",
         title="X",
-        cells=[cell(1, 1, 1)],
+        cells=cells_of("d", "m", [result("m", 0, ((84.0, 82.0), 90.0))], {}),
         claims=[Claim(text="c", measured="2", holds=True)],
         tables={"T": "| a |"},
         pictures=["p.png"],
@@ -330,8 +336,8 @@ def test_reported_numbers_are_complete():
     table = reported("table1")
     assert set(table) == ELEVEN
     assert all(set(row) == {"cifar100", "cub200", "caltech101", "flowers102"} for row in table.values())
-    assert table["confit"]["caltech101"] == Reported(88.73, 0.34, 0.67, 0.27)
-    assert reported("table2")["hierarchical"]["flowers102"] == Reported(83.39, 0.43)
+    assert table["confit"]["caltech101"] == {"acc": 88.73, "acc_interval": 0.34, "fgt": 0.67, "fgt_interval": 0.27}
+    assert reported("table2")["hierarchical"]["flowers102"] == {"acc": 83.39, "acc_interval": 0.43}
 
 
 @pytest.mark.parametrize(
@@ -343,7 +349,10 @@ def test_reported_numbers_are_complete():
         ("what: table1\nmethods: 3", "methods must be names"),
         ("what: table1\nrows: {ewc: 3}", "rows must be recipe values by method"),
         ("what: table1\nrows: {ewc: {lrr: 3}}", "no option 'lrr'"),
-        ("what: table1\ndatasets: digits\npipeline: publisht", "pipeline='publisht' is not known"),
+        (
+            "what: table1\ndatasets: digits\npipeline: publisht",
+            "pipeline='publisht': Input should be 'clean' or 'published'",
+        ),
         ("what: table1\ndatasets: digits\nseeds: 0", "seeds=0"),
     ],
 )

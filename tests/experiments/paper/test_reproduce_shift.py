@@ -47,7 +47,7 @@ def test_options_reach_the_runs(shown):
     page = (out / "shift.md").read_text()
     assert "| confit | window means, pass statistics | 1 |" in page
     assert "| finetune | - | 1 |" in page
-    assert "Note" not in page
+    assert page.count("Note: ") == page.count("Note: one run of each method") == 1
 
 
 def test_the_page_shows_what_was_measured(shown):

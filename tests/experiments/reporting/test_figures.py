@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from scipy import stats
 
@@ -22,10 +23,16 @@ RUNS = {
 }
 
 
+def curves(by_method):
+    """The axes with these curves."""
+    axes = Figure(figsize=(6.4, 4.0), layout="constrained").subplots()
+    plots._curves(axes, by_method, height=3.0)
+    return axes
+
+
 def test_curves_are_means_with_a_student_t_band():
     seeds = np.array([[90.0, 80.0], [94.0, 86.0], [95.0, 83.0]])
-    figure = plots.curves_figure({"confit": seeds}, title="t")
-    (axes,) = figure.axes
+    axes = curves({"confit": seeds})
     (line,) = axes.get_lines()
     np.testing.assert_allclose(line.get_xdata(), [1, 2])
     np.testing.assert_allclose(line.get_ydata(), [93, 83])
@@ -36,14 +43,13 @@ def test_curves_are_means_with_a_student_t_band():
 
 
 def test_one_seed_has_a_line_and_no_band():
-    (axes,) = plots.curves_figure({"confit": np.array([[90.0, 80.0]])}, title="t").axes
+    axes = curves({"confit": np.array([[90.0, 80.0]])})
     assert len(axes.get_lines()) == 1
     assert len(axes.collections) == 0
 
 
 def test_lines_are_named_where_they_end_without_overlap():
-    curves = {f"m{index}": np.array([[90.0, 90.0 - 0.01 * index]]) for index in range(5)}
-    (axes,) = plots.curves_figure(curves, title="t").axes
+    axes = curves({f"m{index}": np.array([[90.0, 90.0 - 0.01 * index]]) for index in range(5)})
     assert [text.get_text() for text in axes.texts] == ["m0  90.0", "m1  90.0", "m2  90.0", "m3  90.0", "m4  90.0"]
     figure = axes.figure
     figure.draw_without_rendering()
@@ -53,8 +59,7 @@ def test_lines_are_named_where_they_end_without_overlap():
 
 
 def test_methods_stay_apart_by_colour_or_line_style():
-    curves = {f"m{index}": np.array([[90.0, 90.0 - index]]) for index in range(14)}
-    (axes,) = plots.curves_figure(curves, title="t").axes
+    axes = curves({name: np.array([[90.0, 90.0 - index]]) for index, name in enumerate(("confit", *"abcdefghijklm"))})
     assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) == 14
 
 
@@ -89,18 +94,18 @@ def test_written_pictures_are_png_files_of_the_stated_size(tmp_path, tasks, meth
     matrix = np.where(np.tri(tasks, dtype=bool).T, 90.0, NAN)
     runs = {f"m{index}": np.stack([matrix - index, matrix]) for index in range(methods)}
     save_figure(plots.overview_figure(runs, title="t"), tmp_path / "overview.png")
-    save_figure(
-        plots.curves_figure({name: np.full((2, tasks), 90.0) for name in runs}, title="t"), tmp_path / "curves.png"
-    )
-    sizes = {}
-    for name in ("overview", "curves"):
-        with Image.open(tmp_path / f"{name}.png") as picture:
-            assert picture.format == "PNG"
-            assert len(picture.convert("RGB").getcolors(maxcolors=2**24)) > 10
-            sizes[name] = picture.size
-    assert sizes["overview"][0] == 1800
-    assert sizes["curves"] == (1280, 800)
-    assert sorted(os.listdir(tmp_path)) == ["curves.png", "overview.png"]
+    with Image.open(tmp_path / "overview.png") as picture:
+        assert picture.format == "PNG"
+        assert len(picture.convert("RGB").getcolors(maxcolors=2**24)) > 10
+        assert picture.size[0] == 1800
+    assert os.listdir(tmp_path) == ["overview.png"]
+
+
+@pytest.mark.parametrize("others", [["finetune"], ["finetune", "ewc"], ["a", "b", "c", "d", "e", "f", "g", "h"]])
+def test_confit_has_one_colour_in_all_pictures(others):
+    looks = plots.looks([*others, "confit"])
+    assert looks["confit"] == plots.looks(["confit"])["confit"] == {"linestyle": "-", "color": "#0072B2"}
+    assert len({tuple(look.values()) for look in looks.values()}) == len(others) + 1
 
 
 def test_the_same_data_gives_the_same_bytes_and_replaces_what_was_there(tmp_path):
@@ -120,7 +125,7 @@ def test_a_failed_write_leaves_the_old_picture_and_no_rubbish(tmp_path, monkeypa
 
     monkeypatch.setattr(os, "replace", fails)
     with pytest.raises(OSError, match="disk full"):
-        save_figure(plots.curves_figure({"m": np.array([[90.0]])}, title="t"), path)
+        save_figure(plots.overview_figure({"m": np.array([[[90.0]]])}, title="t"), path)
     assert path.read_bytes() == b"an older picture"
     assert os.listdir(tmp_path) == ["a.png"]
 

@@ -114,7 +114,7 @@ def test_a_section_for_each_way_to_run_a_method_and_a_row_for_each_of_its_option
     finetune = result("finetune", means=None, statistics=None, lr=0.7)  # on its own: nothing to tell apart
     held_out = result("ewc", held_out=0.1, options={"ewc": {"strength": 9.0}}, means=None, statistics=None)
     results = [finetune, result(), result(means="phase"), result(precision="bf16"), *ewc, held_out]
-    told = [(section.heading(), list(section.rows)) for section in sections_of(results)]
+    told = [(section.about, section.names) for section in sections_of(results)]
     assert told == [
         (
             "test_byobnet, 2 tasks, window means, running statistics, precision auto, 1 seed, on cpu",
@@ -131,8 +131,8 @@ def test_a_section_for_each_way_to_run_a_method_and_a_row_for_each_of_its_option
 
 def test_other_weights_are_another_section():
     first, second = sections_of([result(), result().model_copy(update={"weights_sha256": "xyz"})])
-    assert "weights abc" in first.heading()
-    assert "weights xyz" in second.heading()
+    assert "weights abc" in first.about
+    assert "weights xyz" in second.about
 
 
 def test_nothing_there_is_an_empty_table(tmp_path):
@@ -232,14 +232,15 @@ def runs(tmp_path):
 
 def test_seeds_are_one_row_and_only_what_differs_is_shown(runs):
     (comparison,) = compare([runs])
+    head, rows = comparison.table()
     usual = ["ACC ↑", "FGT ↓", "when learned", "numbers a task", "seeds"]
-    assert comparison.head == ["method", "lr", "cpr.beta", *usual]
-    assert [row[:4] for row in comparison.cells] == [
+    assert head == ["method", "lr", "cpr.beta", *usual]
+    assert [row[:4] for row in rows] == [
         ["confit", "0.03", "0.333333", "94.0, 95.0"],
         ["confit", "0.01", "", "90.0, 91.0"],
         ["finetune", "0.01", "", "80.0, 82.0"],
     ]
-    assert [row[-1] for row in comparison.cells] == ["2"] * 3
+    assert [row[-1] for row in rows] == ["2"] * 3
     page = comparison.markdown()
     assert page.startswith("**digits**, test_byobnet, 2 tasks, on cpu\n\n| method | lr |")
 
@@ -247,8 +248,9 @@ def test_seeds_are_one_row_and_only_what_differs_is_shown(runs):
 def test_what_a_method_is_always_run_with_stands_in_the_last_column(runs):
     saved(runs, result("best", optimizer="adamw", warmup=0.1), result("ewc", options={"ewc": {"strength": 7.0}}))
     (comparison,) = compare([runs])
-    assert (comparison.head[:3], comparison.head[-1]) == (["method", "lr", "cpr.beta"], "otherwise")
-    assert {row[0]: row[-1] for row in comparison.cells} == {
+    head, rows = comparison.table()
+    assert (head[:3], head[-1]) == (["method", "lr", "cpr.beta"], "otherwise")
+    assert {row[0]: row[-1] for row in rows} == {
         **dict.fromkeys(("confit", "finetune", "ewc"), ""),
         "best": "optimizer=adamw, warmup=0.1",
     }

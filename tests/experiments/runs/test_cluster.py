@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +17,21 @@ from rich.console import Console
 
 from confitune.engine import add_result
 from confitune.errors import ConfituneError
-from confitune.experiments import Scope, make_recipe, open_place, plan_search, reproduce, run_recipe, run_search
+from confitune.experiments import (
+    Place,
+    Scope,
+    finished_runs,
+    make_recipe,
+    open_place,
+    plan_search,
+    reproduce,
+    run_recipe,
+    run_search,
+)
 from confitune.experiments.runs import cluster as ray_cluster
-from confitune.experiments.runs.cluster import Errand, Share, share_of, work
-from confitune.experiments.runs.job import LOCK, RUNS, TrainingError, finished_runs
-from confitune.experiments.runs.place import LocalPlace
+from confitune.experiments.runs.cluster import Errand, share_of, work
+from confitune.experiments.runs.identity import RUNS
+from confitune.experiments.runs.job import LOCK, TrainingError
 from confitune.experiments.runs.runner import plan_recipe
 from confitune.files import exclusive
 from found import folder_of, run_of
@@ -187,11 +197,11 @@ def test_a_search_runs_all_its_values_at_once(on_cluster, values, tmp_path):
         there.begin = lambda jobs: (begun.append(len(jobs)), begin(jobs))
         points, retrained = run_search(search, tmp_path / "there", place=there, retrain=False)
     assert begun == [4]
-    here, _ = run_search(search, tmp_path / "here", place=LocalPlace(parallel_seeds=2), retrain=False)
+    here, _ = run_search(search, tmp_path / "here", place=Place(parallel_seeds=2), retrain=False)
     assert retrained == []
-    for mine, other in zip(points, here, strict=True):
-        assert mine.value == other.value
-        assert [r.final_sha256 for r in mine.results] == [r.final_sha256 for r in other.results]
+    assert list(points) == list(here) == [1.0, 100.0]
+    for value, runs in points.items():
+        assert [r.final_sha256 for r in runs] == [r.final_sha256 for r in here[value]]
     assert lines(console)[0] == "grid point 1 of 2: ewc.strength=1"
 
 
@@ -199,11 +209,8 @@ def test_what_is_measured_on_the_way_is_measured_on_workers(on_cluster, values, 
     given = {key: values[key] for key in ("tasks", "batch_size", "model", "weights", "device")}
     outcomes = {}
     for name in ("there", "here"):
-        scope = Scope(tmp_path / name, ("digits",), ("confit",), quick=True, given=given)
-        if name == "there":
-            with on_cluster() as there:
-                outcomes[name] = reproduce(["shift", "transductive"], scope, place=there)
-        else:
+        with on_cluster() if name == "there" else nullcontext(Place()) as place:
+            scope = Scope(tmp_path / name, ("digits",), ("confit",), quick=True, given=given, place=place)
             outcomes[name] = reproduce(["shift", "transductive"], scope)
     assert [outcome.data for outcome in outcomes["there"]] == [outcome.data for outcome in outcomes["here"]]
     assert outcomes["here"][0].data
@@ -262,15 +269,15 @@ def test_shares_are_for_clusters():
 @pytest.mark.parametrize(
     ("nodes", "device", "asked", "share"),
     [
-        ([{"CPU": 16, "GPU": 2}, {"CPU": 8, "GPU": 2}, {"CPU": 64}], "cuda", {}, Share(4, 1)),
-        ([{"CPU": 16, "GPU": 2}], "auto", {"gpus": 0.1}, Share(1, 0.1)),
-        ([{"CPU": 16, "GPU": 2}], "auto", {"gpus": 0.5, "cpus": 3}, Share(3, 0.5)),
-        ([{"CPU": 16, "GPU": 2}], "cpu", {}, Share(4, 0)),
-        ([{"CPU": 16, "GPU": 2}], "auto", {"gpus": 0}, Share(4, 0)),
-        ([{}, {"CPU": 3}, {"CPU": 9}], "auto", {}, Share(3, 0)),  # a head that does no runs
-        ([{}, {"CPU": 3}], "cpu", {"cpus": 8}, Share(8, 0)),
-        ([{"CPU": 4}], "cuda", {}, Share(1, 1)),  # a GPU may join
-        ([], "auto", {}, Share(4, 0)),
+        ([{"CPU": 16, "GPU": 2}, {"CPU": 8, "GPU": 2}, {"CPU": 64}], "cuda", {}, (4, 1)),
+        ([{"CPU": 16, "GPU": 2}], "auto", {"gpus": 0.1}, (1, 0.1)),
+        ([{"CPU": 16, "GPU": 2}], "auto", {"gpus": 0.5, "cpus": 3}, (3, 0.5)),
+        ([{"CPU": 16, "GPU": 2}], "cpu", {}, (4, 0)),
+        ([{"CPU": 16, "GPU": 2}], "auto", {"gpus": 0}, (4, 0)),
+        ([{}, {"CPU": 3}, {"CPU": 9}], "auto", {}, (3, 0)),  # a head that does no runs
+        ([{}, {"CPU": 3}], "cpu", {"cpus": 8}, (8, 0)),
+        ([{"CPU": 4}], "cuda", {}, (1, 1)),  # a GPU may join
+        ([], "auto", {}, (4, 0)),
     ],
 )
 def test_shares(nodes, device, asked, share):
@@ -323,7 +330,7 @@ def test_device_and_precision_are_the_clusters(node, given, settled):
 
 @pytest.fixture
 def errand(values, tmp_path):
-    plan = plan_recipe(make_recipe({**values, "methods": ["linear-probe"], "tasks": 1}), tmp_path, LocalPlace())
+    plan = plan_recipe(make_recipe({**values, "methods": ["linear-probe"], "tasks": 1}), tmp_path, Place())
     (tmp_path / "token").touch()
     return Errand(tuple(plan.jobs), 1, Path.cwd(), tmp_path / "token", most_tries=3)
 
@@ -340,7 +347,7 @@ def test_a_run_waits_for_an_earlier_try_and_takes_its_result(errand, tmp_path):
     with exclusive(job.folder / LOCK, lambda: pytest.fail("it is free")):
         second = threading.Thread(target=lambda: given.extend(work(errand)))
         second.start()
-        wait_until(lambda: len(errand.tries()) == 2)
+        wait_until(lambda: errand.tries() == 2)
         add_result(job.out / RUNS, first)
     second.join()
     assert given == [first]
@@ -348,7 +355,7 @@ def test_a_run_waits_for_an_earlier_try_and_takes_its_result(errand, tmp_path):
 
 def test_a_run_that_ray_never_gives_up_on_is_given_up(errand, monkeypatch):
     """Ray tries a run that is killed for memory again for ever."""
-    monkeypatch.setattr(ray_cluster, "side_by_side", lambda *_: ["done"])
+    monkeypatch.setattr(ray_cluster, "side_by_side", lambda *_, **__: ["done"])
     assert [work(errand) for _ in range(3)] == [["done"]] * 3
     (error,) = work(errand)
     assert "its worker died 3 times; if that was for lack of memory" in str(error)
@@ -381,13 +388,13 @@ def test_other_weights_on_a_node_are_refused(errand, tmp_path):
 def test_a_worker_uses_the_threads_of_its_share(errand, monkeypatch):
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(ray_cluster, "side_by_side", lambda *_: [])
+    monkeypatch.setattr(ray_cluster, "side_by_side", lambda *_, **__: [])
     work(changed(errand, threads=3))
     assert threads == [3]
 
 
 def test_gpu_memory_that_does_not_suffice_is_said(errand, monkeypatch):
-    def too_much(*_):
+    def too_much(*_, **__):
         raise torch.OutOfMemoryError("tried to allocate 1 TiB")
 
     monkeypatch.setattr(ray_cluster, "side_by_side", too_much)

@@ -140,7 +140,7 @@ def test_a_result_of_version_1_is_not_run_again(finished, values, monkeypatch):
     recipe = make_recipe({**values, "methods": ["confit"]})
     config = {**version_1("confit", recipe), "weights_sha256": result.weights_sha256}
     (finished / "runs.jsonl").write_bytes(result.model_copy(update={"config": config}).line())
-    monkeypatch.setattr("confitune.experiments.runs.job.SequenceRun", lambda *_, **__: pytest.fail("it was run again"))
+    monkeypatch.setattr("confitune.engine.SequenceRun", lambda *_, **__: pytest.fail("it was run again"))
     (again,) = run_recipe(recipe, finished, resume=True)
     assert again.final_sha256 == result.final_sha256
 

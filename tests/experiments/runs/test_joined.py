@@ -14,7 +14,6 @@ from confitune.experiments import (
     run_search,
     write_report,
 )
-from confitune.experiments.paper.outcome import picture_name
 from confitune.experiments.paper.plan import Scope
 from confitune.experiments.runs.identity import filled
 from found import run_of
@@ -81,8 +80,7 @@ def test_a_run_broken_off_between_two_sources_ends_the_same(mixed, tmp_path, mon
 def test_a_search_on_two_sources(mixed, tmp_path):
     search = plan_search("ewc", {**mixed, "methods": ["ewc"]}, grid=["1", "2"])
     points, _ = run_search(search, tmp_path / "out", retrain=False)
-    for point in points:
-        (result,) = point.results
+    for (result,) in points.values():
         assert [task["test_images"] for task in result.tasks] == [30, 2, 29]  # a tenth of each task's training images
 
 
@@ -119,4 +117,4 @@ def test_reproduce_takes_parts(tmp_path):
     scope = Scope(tmp_path)
     assert scope.recipe("flowers102:1-2+caltech101", "confit").pipeline == "published"
     assert scope.recipe("flowers102:1-2+digits", "confit").pipeline == "clean"
-    assert picture_name("curves", "photos:1+folder:/a b") == "curves-photos-1+folder-a-b.png"
+    assert scope.picture("curves", "photos:1+folder:/a b") == tmp_path / "curves-photos-1+folder-a-b.png"

@@ -12,11 +12,10 @@ from rich.console import Console
 from confitune import metrics
 from confitune.engine import Checkpoint, RunResult, SequenceRun
 from confitune.errors import ConfituneError
-from confitune.experiments import finished_runs, make_recipe, run_recipe
+from confitune.experiments import Place, finished_runs, make_recipe, run_recipe
 from confitune.experiments.reporting.table import sections_of
-from confitune.experiments.runs.identity import filled
-from confitune.experiments.runs.job import Job, TrainingError, file_name
-from confitune.experiments.runs.place import LocalPlace
+from confitune.experiments.runs.identity import file_name, filled
+from confitune.experiments.runs.job import Job, TrainingError
 from confitune.experiments.runs.runner import plan_recipe
 from confitune.files import exclusive
 from confitune.nn import create_backbone, state_sha256
@@ -168,7 +167,7 @@ def test_one_more_method_runs_alone(finished, values, started):
     after = contents(finished / "runs")
     assert {path: after[path] for path in before} == before
     (section,) = sections_of(finished_runs(finished).values())
-    seeds = {name: [run.seed for run in row.runs] for name, row in section.rows.items()}
+    seeds = {name: [run.seed for run in row.runs] for name, row in zip(section.names, section.rows, strict=True)}
     assert seeds == {"finetune": [0, 1], "linear-probe": [0], "confit": [0, 1]}
     assert "linear-probe" in (finished / "table.md").read_text()
 
@@ -184,7 +183,7 @@ def test_another_configuration_is_another_run_and_what_differs_is_said(finished,
     before = contents(finished / "runs")
     console = Console(file=io.StringIO(), width=500)
     recipe = make_recipe({**values, "lr": 0.5, "methods": ["finetune"]})
-    (result,) = run_recipe(recipe, finished, resume=True, place=LocalPlace(console))
+    (result,) = run_recipe(recipe, finished, resume=True, place=Place(console))
     told = f"note: {finished} has digits finetune with other settings (lr was 0.01, now 0.5); it stays, this is"
     assert console.file.getvalue().startswith(told)
     assert started == [("finetune", 0)]
@@ -193,7 +192,7 @@ def test_another_configuration_is_another_run_and_what_differs_is_said(finished,
     assert run_of(finished, "finetune", lr=0.5) == result
     assert run_of(finished, "finetune", lr=None).final_sha256 != result.final_sha256
     first, second = sections_of(finished_runs(finished).values())
-    assert ("lr 0.01" in first.heading(), "lr 0.5" in second.heading()) == (True, True)
+    assert ("lr 0.01" in first.about, "lr 0.5" in second.about) == (True, True)
 
 
 def test_other_weights_are_another_run(finished, values, started, tmp_path):
@@ -310,7 +309,7 @@ def test_a_network_without_batch_norm_is_refused_before_anything_is_trained(valu
 
 def test_progress_is_told_to_the_console(values, tmp_path):
     console = Console(file=io.StringIO(), force_terminal=False, width=150)
-    (result,) = run_recipe(make_recipe({**values, "methods": ["linear-probe"]}), tmp_path, place=LocalPlace(console))
+    (result,) = run_recipe(make_recipe({**values, "methods": ["linear-probe"]}), tmp_path, place=Place(console))
     lines = console.file.getvalue().splitlines()
     assert [line.split(", loss")[0] for line in lines] == [f"digits linear-probe: task {task} of 2" for task in (1, 2)]
     assert lines[-1].endswith(f"average accuracy so far {result.acc:.1f}%")
@@ -331,7 +330,7 @@ def test_seeds_side_by_side_give_the_results_of_one_after_the_other(finished, va
     one_by_one = run_recipe(recipe, finished, resume=True)  # seeds 0 and 1 were run so before, seed 2 is now
     assert started == [("confit", 2)]
     started.clear()
-    together = run_recipe(recipe, tmp_path / "together", place=LocalPlace(parallel_seeds=2))
+    together = run_recipe(recipe, tmp_path / "together", place=Place(parallel_seeds=2))
     assert sorted(started) == [("confit", seed) for seed in range(3)]
     for seed, (mine, other) in enumerate(zip(together, one_by_one, strict=True)):
         saved = run_of(tmp_path / "together", "confit", seed)
@@ -356,7 +355,7 @@ def test_so_many_seeds_are_side_by_side_and_methods_never(values, tmp_path, monk
 
     monkeypatch.setattr(SequenceRun, "run", spy)
     recipe = make_recipe({**values, "methods": ["linear-probe", "bn-only"], "tasks": 1, "seeds": 3})
-    run_recipe(recipe, tmp_path, place=LocalPlace(parallel_seeds=2))
+    run_recipe(recipe, tmp_path, place=Place(parallel_seeds=2))
     expected = []
     for method in ("linear-probe", "bn-only"):
         expected += [[(method, 0)], [(method, 0), (method, 1)], [(method, 2)]]
@@ -369,7 +368,7 @@ def test_resume_runs_only_the_seeds_that_are_left(finished, values, started):
     forget(finished, "finetune", 1)
     (folder_of(finished, "finetune", 1) / "checkpoint.pt").unlink()
     recipe = make_recipe({**values, "methods": ["finetune"], "seeds": 3})
-    results = run_recipe(recipe, finished, resume=True, place=LocalPlace(parallel_seeds=2))
+    results = run_recipe(recipe, finished, resume=True, place=Place(parallel_seeds=2))
     assert sorted(started) == [("finetune", 1), ("finetune", 2)]
     assert [result.seed for result in results] == [0, 1, 2]
     assert results[1].final_sha256 == expected.final_sha256
@@ -387,7 +386,7 @@ def test_an_error_in_one_seed_stops_those_beside_it(values, tmp_path, monkeypatc
     monkeypatch.setattr(SequenceRun, "run", second_fails)
     with pytest.raises(Killed):
         run_recipe(
-            make_recipe({**values, "methods": ["finetune"], "seeds": 3}), tmp_path, place=LocalPlace(parallel_seeds=3)
+            make_recipe({**values, "methods": ["finetune"], "seeds": 3}), tmp_path, place=Place(parallel_seeds=3)
         )
     assert finished_runs(tmp_path) == {}
 
@@ -395,7 +394,7 @@ def test_an_error_in_one_seed_stops_those_beside_it(values, tmp_path, monkeypatc
 def test_a_folder_that_another_process_works_in_is_refused(values, tmp_path):
     out = tmp_path / "out"
     recipe = make_recipe({**values, "methods": ["linear-probe"], "tasks": 1})
-    folder = plan_recipe(recipe, out, LocalPlace()).jobs[0].folder
+    folder = plan_recipe(recipe, out, Place()).jobs[0].folder
     with (
         exclusive(folder / ".lock", lambda: pytest.fail("it is free")),
         pytest.raises(ConfituneError, match="another process is working in"),
@@ -407,7 +406,7 @@ def test_a_folder_that_another_process_works_in_is_refused(values, tmp_path):
 
 def test_what_a_killed_process_left_half_written_is_gone_after_a_resume(values, tmp_path):
     recipe = make_recipe({**values, "methods": ["linear-probe"], "tasks": 1})
-    folder = plan_recipe(recipe, tmp_path, LocalPlace()).jobs[0].folder
+    folder = plan_recipe(recipe, tmp_path, Place()).jobs[0].folder
     folder.mkdir(parents=True)
     (folder / f"checkpoint.{'0' * 32}.partial").write_bytes(b"half")
     run_recipe(recipe, tmp_path, resume=True)

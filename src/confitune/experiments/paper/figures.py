@@ -6,7 +6,7 @@ Representational shift per convolution and accuracy with the test set's true mom
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,13 +23,13 @@ from confitune.analysis import (
     measure_storage,
     transductive_accuracy,
 )
+from confitune.analysis.transductive import Source
 from confitune.engine import Listener
-from confitune.experiments.paper.numbers import reported_counts
-from confitune.experiments.paper.outcome import Outcome, picture_name
-from confitune.experiments.paper.plan import ABLATION, TABLE1, Part, Scope, by_dataset, by_method, reproduces
-from confitune.experiments.reporting.figures import Lines, curves_figure, draw_panels, save_figure
-from confitune.experiments.reporting.render import markdown_table, shown
-from confitune.experiments.runs.place import Place
+from confitune.experiments.paper.numbers import reported
+from confitune.experiments.paper.outcome import Outcome
+from confitune.experiments.paper.plan import TABLE1, Part, Parts, Scope
+from confitune.experiments.reporting.figures import draw_panels, overview_figure, save_figure
+from confitune.experiments.reporting.table import shown
 from confitune.metrics import average_accuracy_curve
 from confitune.nn import ContinualNet, without_memory
 from confitune.settings import TrainSettings
@@ -38,85 +38,61 @@ from confitune.tasks import TaskSequence, dataset_info
 Measured = TypeVar("Measured", bound=BaseModel)
 
 
-@reproduces("curves", (TABLE1, {}))
-def curves(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
+def curves(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     """Average accuracy over the tasks learned so far, after each task."""
-    outcome = Outcome(what="curves", title="Average accuracy after each task")
-    for dataset, of_it in by_dataset(parts).items():
-        found = {
-            method: np.stack([average_accuracy_curve(run.matrix) for run in runs])
-            for method, runs in by_method(of_it).items()
-            if not np.isnan(runs[0].matrix[0, 0])
-        }
-        if not found:
-            continue
-        outcome.pictures.append(picture_name("curves", dataset))
-        figure = curves_figure(found, title=f"{dataset}: average accuracy on the tasks learned so far")
-        save_figure(figure, scope.out / outcome.pictures[-1])
-        outcome.data[dataset] = {method: seeds.mean(0).tolist() for method, seeds in found.items()}
-        steps = len(next(iter(found.values()))[0])
-        rows = [[method, *(f"{acc:.1f}" for acc in seeds.mean(0))] for method, seeds in found.items()]
-        outcome.tables[dataset] = markdown_table(["method", *(f"task {i + 1}" for i in range(steps))], rows)
-    return outcome
+    for dataset, of_it in parts.items():
+        stacks = {part.method: np.stack([run.matrix for run in part.results]) for part in of_it}
+        found = {method: stack for method, stack in stacks.items() if not np.isnan(stack[0, 0, 0])}
+        if found:
+            path = scope.picture("curves", dataset)
+            save_figure(overview_figure(found, title=f"{dataset}, {of_it[0].recipe.model}"), path)
+            outcome.pictures.append(path.name)
+            means = {m: np.mean([average_accuracy_curve(run) for run in s], 0).tolist() for m, s in found.items()}
+            outcome.data[dataset] = means
+            head = ["method", *(f"task {i + 1}" for i in range(len(next(iter(means.values())))))]
+            outcome.table(dataset, head, [[m, *(f"{acc:.1f}" for acc in curve)] for m, curve in means.items()])
 
 
-@reproduces("storage")
-def storage(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
+def storage(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     """Numbers stored in addition to the pre-trained network as tasks grow."""
-    outcome = Outcome(what="storage", title="Numbers stored as tasks grow")
-    told = reported_counts("storage_numbers")
+    told = reported("storage_numbers")
     for dataset in scope.datasets:
         recipe = scope.recipe(dataset, "confit")
         tasks = list(range(1, 1 + (recipe.tasks or dataset_info(dataset).tasks or 10)))
-        found = {}
-        for name in scope.chosen(TABLE1):
-            method = recipe.method(name)
-            found[name] = measure_storage(method, method.network(without_memory(recipe.model)))
+        methods = {name: recipe.method(name) for name in scope.chosen(TABLE1)}
+        found = {n: measure_storage(m, m.network(without_memory(recipe.model))) for n, m in methods.items()}
         kept = {name: [storage.kept(count) for count in tasks] for name, storage in found.items()}
         heading = f"{recipe.model}, heads not counted"
         head = ["method", "a task", "once", f"kept after {tasks[-1]} tasks"]
         rows = [[m, *(f"{n:,}" for n in (s.per_task, s.once, s.kept(tasks[-1])))] for m, s in found.items()]
-        outcome.tables[f"{dataset}: {heading}"] = markdown_table(head, rows)
-        outcome.pictures.append(picture_name("storage", dataset))
-        lines: Lines = {name: (tasks, numbers) for name, numbers in kept.items()}
-        draw_panels(
-            {heading: lines},
-            scope.out / outcome.pictures[-1],
-            title=f"{dataset}: numbers kept between tasks",
-            x="tasks",
-            y="numbers (logarithmic above 1,000)",
-            scale="symlog",
-        )
+        outcome.table(f"{dataset}: {heading}", head, rows)
+        path = scope.picture("storage", dataset)
+        title, y = f"{dataset}: numbers kept between tasks", "numbers (logarithmic above 1,000)"
+        lines = {name: (tasks, numbers) for name, numbers in kept.items()}
+        draw_panels({heading: lines}, path, title=title, x="tasks", y=y, scale="symlog")
+        outcome.pictures.append(path.name)
         outcome.data[dataset] = {"model": recipe.model, "kept": kept}
         for name in scope.chosen(("confit", "ccll")) if recipe.model.startswith("resnet18") else ():
             one = found[name].per_task
             near = abs(one - told[name]) / told[name] <= 0.25
             outcome.claim(f"a task of {name} adds {told[name] / 1e6:.2f}M numbers", f"{one:,}", near)
-    return outcome
 
 
-@reproduces("theory")
-def theory(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
+def theory(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     """Propositions 1 to 3 as numerical checks."""
     first, second, third = check_proposition1(), check_proposition2(), check_proposition3()
-    outcome = Outcome(what="theory", title="Propositions 1 to 3, checked by numbers")
-    outcome.claim(
-        "1: the mean of a convolution's output is the convolution of the mean (padding K - 1, any stride)",
-        f"largest difference {first.worst_violation:.1e} in {first.cases} random cases",
-        first.holds,
-    )
-    outcome.claim(
-        "2: the loss of an earlier task is bounded below by how badly the head was aligned",
-        f"largest violation {second.worst_violation:.1e} in {second.instances} instances",
-        second.holds,
-    )
-    tightness = ", ".join(f"{level.distance:.2f}: {level.tightness:.2f}" for level in second.levels)
+    outcome.data = {"proposition 1": first, "proposition 2": second, "proposition 3": third}
+    text = "1: the mean of a convolution's output is the convolution of the mean (padding K - 1, any stride)"
+    measured = f"largest difference {first['worst_violation']:.1e} in {first['cases']} random cases"
+    outcome.claim(text, measured, first["holds"])
+    text = "2: the loss of an earlier task is bounded below by how badly the head was aligned"
+    measured = f"largest violation {second['worst_violation']:.1e} in {second['instances']} instances"
+    outcome.claim(text, measured, second["holds"])
     text = "2: the bound is tighter the better the features are"
-    outcome.claim(text, tightness, second.tighter_with_better_features)
+    measured = ", ".join(f"{level['distance']:.2f}: {level['tightness']:.2f}" for level in second["levels"])
+    outcome.claim(text, measured, second["tighter_with_better_features"])
     text = "3: probing first, then fine-tuning moves no features and forgets nothing"
-    outcome.claim(text, f"largest move or loss {third.worst_violation:.1e}", third.holds)
-    outcome.data = {"proposition 1": asdict(first), "proposition 2": asdict(second), "proposition 3": asdict(third)}
-    return outcome
+    outcome.claim(text, f"largest move or loss {third['worst_violation']:.1e}", third["holds"])
 
 
 def watch_moments(
@@ -132,44 +108,54 @@ def watch_moments(
     return (recorder,), measured
 
 
-@reproduces("shift", (ABLATION, {}))
-def shift(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
+def _measured(part: Part, name: str, kind: type[Measured], outcome: Outcome) -> list[Measured]:
+    """What was measured in each run of the part; a run without it is noted."""
+    for result in part.results:
+        if name not in result.measured:
+            outcome.notes.append(
+                f"{part.recipe.dataset}, {part.method}, seed {result.seed} was run without this measurement: delete "
+                "its line in runs.jsonl and run again"
+            )
+    return [kind.model_validate(result.measured[name]) for result in part.results if name in result.measured]
+
+
+def shift(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     """Representational shift per convolution: D1 and D2 - D0, in the cases of the ablation."""
-    outcome = Outcome(what="shift", title="Representational shift")
-    for dataset, of_it in by_dataset(parts).items():
-        found = {part.method: _measured(part, "shift", ShiftResult, outcome) for part in of_it}
-        found = {method: results for method, results in found.items() if results}
-        if not found:
+    for dataset, of_it in parts.items():
+        results = {part.method: _measured(part, "shift", ShiftResult, outcome) for part in of_it}
+        forms = {part.method: part.form for part in of_it if results[part.method]}
+        if not forms:
             continue
-        layers = next(iter(found.values()))[0].layers
-        d1 = {m: np.mean([r.d1 for r in results], 0) for m, results in found.items()}
-        added = {m: np.mean([r.added for r in results], 0) for m, results in found.items()}
-        across = [float(place) for place in range(1, len(layers) + 1)]
-        panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {
-            heading: {m: (across, values.tolist()) for m, values in measured.items()}
-            for heading, measured in (("D1: how far representations moved", d1), ("D2 - D0: what was added", added))
-        }
-        picture = picture_name("shift", dataset)
-        y = "Euclidean norm over channels"
-        title = f"{dataset}: the first task's representation after the last task"
-        draw_panels(panels, scope.out / picture, title=title, x="convolution, from the input on", y=y)
-        outcome.pictures.append(picture)
-        head = ["convolution", *(title for m in found for title in (f"{m}: D1", "D2 - D0"))]
-        rows = [
-            [layer, *(f"{values[m][i]:.3f}" for m in found for values in (d1, added))] for i, layer in enumerate(layers)
-        ]
-        outcome.tables[dataset] = markdown_table(head, rows)
+        layers = results[next(iter(forms))][0].layers
+        d1 = {m: np.mean([r.d1 for r in results[m]], 0) for m in forms}
+        added = {m: np.mean([r.added for r in results[m]], 0) for m in forms}
+        across, path = [float(place) for place in range(1, len(layers) + 1)], scope.picture("shift", dataset)
+        draw_panels(
+            {
+                heading: {m: (across, values.tolist()) for m, values in measured.items()}
+                for heading, measured in (("D1: how far representations moved", d1), ("D2 - D0: what was added", added))
+            },
+            path,
+            title=f"{dataset}: the first task's representation after the last task",
+            x="convolution, from the input on",
+            y="Euclidean norm over channels",
+        )
+        outcome.pictures.append(path.name)
+        head = ["convolution", *(title for m in forms for title in (f"{m}: D1", "D2 - D0"))]
+        both = [values[m] for m in forms for values in (d1, added)]
+        rows = [[layer, *(f"{values[i]:.3f}" for values in both)] for i, layer in enumerate(layers)]
+        outcome.table(dataset, head, rows)
+        seeds = {m: len(results[m]) for m in forms}
         outcome.data[dataset] = {
             "layers": layers,
             "d1": {m: values.tolist() for m, values in d1.items()},
             "d2_minus_d0": {m: values.tolist() for m, values in added.items()},
-            "seeds": {m: len(results) for m, results in found.items()},
-            "networks": {part.method: part.form for part in of_it if part.method in found},
+            "seeds": seeds,
+            "networks": forms,
         }
-        ran = [[p.method, p.form or "-", str(len(found[p.method]))] for p in of_it if p.method in found]
-        outcome.tables[f"{dataset}: what was run"] = markdown_table(["method", "Xconv BN", "seeds"], ran)
+        ran = [[method, form or "-", str(seeds[method])] for method, form in forms.items()]
+        outcome.table(f"{dataset}: what was run", ["method", "Xconv BN", "seeds"], ran)
         _claim_shift(outcome, dataset, d1, added)
-    return outcome
 
 
 def _claim_shift(outcome: Outcome, dataset: str, d1: dict[str, np.ndarray], added: dict[str, np.ndarray]) -> None:
@@ -187,46 +173,30 @@ def _claim_shift(outcome: Outcome, dataset: str, d1: dict[str, np.ndarray], adde
                 for part in (slice(None, half), slice(half, None))
             )
             text = f"{dataset}: Xconv BN lowers D2 - D0 of {plain} to under a tenth in the first five layers"
-            outcome.claim(text, f"to {100 * first:.1f}%", bool(first < 0.1))
+            outcome.claim(text, f"to {100 * first:.1f}%", first < 0.1)
             text = f"{dataset}: Xconv BN helps most in shallow layers ({xconv} against {plain})"
             measured = f"lower by {100 * shallow:.0f}% in the first half, {100 * deep:.0f}% in the second"
-            outcome.claim(text, measured, bool(shallow > deep))
+            outcome.claim(text, measured, shallow > deep)
 
 
-@reproduces("transductive", (ABLATION, {}))
-def transductive(scope: Scope, parts: Sequence[Part], place: Place) -> Outcome:
+def transductive(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     """Accuracy with the test set's true mean and/or variance in place of the running ones."""
-    outcome = Outcome(what="transductive", title="Transductive moments")
-    cases = [(mean, variance) for mean in ("running", "true") for variance in ("running", "true")]
-    for dataset, of_it in by_dataset(parts).items():
+    sources: tuple[Source, Source] = ("running", "true")
+    cases = {f"{m} mean, {v} variance": (m, v) for m, v in product(sources, sources)}
+    for dataset, of_it in parts.items():
         rows = []
         for part in of_it:
             results = _measured(part, "transductive", TransductiveResult, outcome)
             if not results:
                 continue
-            measured = {
-                (m, v): [r.of(m, v).acc for r in results]  # type: ignore[arg-type]
-                for m, v in cases
-            }
+            measured = {name: [result.of(*case).acc for result in results] for name, case in cases.items()}
             rows.append([part.method, *(shown(values, 2) for values in measured.values())])
-            acc = {case: float(np.mean(values)) for case, values in measured.items()}
-            outcome.data[f"{dataset}/{part.method}"] = {f"{m} mean, {v} variance": acc[m, v] for m, v in cases}
-            gain = acc["running", "true"] - acc["running", "running"]
-            both = acc["true", "true"] - acc["running", "running"]
+            means = {name: float(np.mean(values)) for name, values in measured.items()}
+            outcome.data[f"{dataset}/{part.method}"] = means
+            running, true_variance, _, both_true = means.values()
             if part.method == "confit":
+                gain = true_variance - running
                 outcome.claim(f"{dataset}: a true variance gains less than 1 point (confit)", f"{gain:+.2f}", gain < 1)
             text = f"{dataset}: true mean and variance beat running ones ({part.method})"
-            outcome.claim(text, f"{both:+.2f}", both > 0)
-        outcome.tables[dataset] = markdown_table(["method", *(f"{m} mean, {v} variance" for m, v in cases)], rows)
-    return outcome
-
-
-def _measured(part: Part, name: str, kind: type[Measured], outcome: Outcome) -> list[Measured]:
-    """What was measured in each run of the part; a run without it is noted."""
-    for result in part.results:
-        if name not in result.measured:
-            outcome.notes.append(
-                f"{part.recipe.dataset}, {part.method}, seed {result.seed} was run without this measurement: delete "
-                "its line in runs.jsonl and run again"
-            )
-    return [kind.model_validate(result.measured[name]) for result in part.results if name in result.measured]
+            outcome.claim(text, f"{both_true - running:+.2f}", both_true > running)
+        outcome.table(dataset, ["method", *cases], rows)

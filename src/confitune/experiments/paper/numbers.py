@@ -1,4 +1,4 @@
-"""What the paper reports of its own experiments (data file `paper.json`)."""
+"""What the paper reports of its own experiments (data file `numbers.json`)."""
 
 from __future__ import annotations
 
@@ -20,42 +20,27 @@ class Searched:
     chosen: dict[str, float]  # by dataset
 
 
-@dataclass(frozen=True)
-class Reported:
-    """A cell of a table: mean and 95% interval over 5 runs (CCLL: one run, no interval), in percent."""
-
-    acc: float
-    acc_interval: float | None = None
-    fgt: float | None = None
-    fgt_interval: float | None = None
-
-
 @cache
-def _data() -> dict[str, Any]:
-    return dict(json.loads(files("confitune.experiments.paper").joinpath("numbers.json").read_text()))
+def reported(what: str) -> dict[str, Any]:
+    """What the paper says of something.
+
+    'table1' (main results), 'table2' (ablation): method -> dataset -> mean and 95% interval over 5 runs (CCLL: one
+    run, no interval) of ACC and FGT, in percent. 'datasets': tasks, classes a task, training and test images of each
+    (appendix, table 1). 'storage_numbers': that a task adds (confit, ccll), or that are kept once (regularisation), as
+    the text rounds them.
+
+    >>> reported("table1")["confit"]["flowers102"]["acc"]
+    86.99
+    """
+    found: dict[str, Any] = json.loads(files(__package__).joinpath("numbers.json").read_text())[what]
+    return found
 
 
 @cache
 def searched() -> tuple[Searched, ...]:
     """All hyperparameters that the paper searched."""
-    return tuple(Searched(**{**entry, "grid": tuple(entry["grid"])}) for entry in _data()["hyperparameters"])
-
-
-def reported(table: str) -> dict[str, dict[str, Reported]]:
-    """A table of the paper: 'table1' (main results) or 'table2' (ablation); method -> dataset -> cell.
-
-    >>> reported("table1")["confit"]["flowers102"].acc
-    86.99
-    """
-    return {method: {d: Reported(**cell) for d, cell in row.items()} for method, row in _data()[table].items()}
-
-
-def reported_counts(of: str) -> dict[str, Any]:
-    """'datasets': tasks, classes a task, training and test images of each (appendix, table 1).
-
-    'storage_numbers': that a task adds (confit, ccll), or that are kept once (regularisation), as the text rounds them.
-    """
-    return dict(_data()[of])
+    rows: Any = reported("hyperparameters")
+    return tuple(Searched(**{**row, "grid": tuple(row["grid"])}) for row in rows)
 
 
 def chosen_options(dataset: str) -> dict[str, dict[str, Any]]:
@@ -71,6 +56,6 @@ def chosen_options(dataset: str) -> dict[str, dict[str, Any]]:
     >>> chosen_options("photos")
     {}
     """
-    estimated: dict[str, dict[str, Any]] = _data()["estimated_with"]
+    estimated = reported("estimated_with")
     chosen = {entry.part: {entry.option: entry.chosen[dataset]} for entry in searched() if dataset in entry.chosen}
     return {part: {**values, **estimated.get(part, {})} for part, values in chosen.items()}

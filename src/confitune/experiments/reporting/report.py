@@ -7,7 +7,6 @@ could not run.
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
@@ -19,11 +18,18 @@ import numpy as np
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.reporting.figures import overview_figure, save_figure, write_png
-from confitune.experiments.reporting.render import html_table, markdown_table, shown
-from confitune.experiments.reporting.table import COLUMNS, USUAL, Section, named, rows_of, scenario_words, sections_of
-from confitune.experiments.runs.identity import filled
-from confitune.experiments.runs.job import RUNS, WORK, file_name, finished_runs
+from confitune.experiments.reporting.figures import overview_figure, png_of, save_figure
+from confitune.experiments.reporting.table import (
+    COLUMNS,
+    Section,
+    html_table,
+    rows_of,
+    scenario_words,
+    section_of,
+    sections_of,
+    shown,
+)
+from confitune.experiments.runs.identity import RUNS, WORK, file_name, filled, finished_runs
 from confitune.files import write_whole
 from confitune.metrics import average_accuracy_curve
 
@@ -39,16 +45,17 @@ EXPLAINED = (
 _OURS = "<!-- Written by confitune. Take this line out to keep the page as it is. -->\n"
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a page, whole or not at all; a name in it may hold bytes that are no text."""
+    write_whole(path, lambda file: file.write(text.encode(errors="replace")))
+
+
 def write_pages(out: Path) -> None:
     """Write `table.md` and `README.md` about the runs in `runs.jsonl`."""
     results = list(finished_runs(out).values())
     sections = sections_of(results)
-    pages = [
-        f"**{section.dataset}**, {section.heading()}\n\n{markdown_table(['method', *USUAL], section.cells(USUAL))}\n"
-        for section in sections
-    ]
-    write_whole(out / "table.md", lambda file: file.write("\n".join(pages).encode(errors="replace")))
-    methods = ", ".join(dict.fromkeys(name for section in sections for name in section.rows))
+    write_text(out / "table.md", "\n".join(section.markdown() for section in sections))
+    methods = ", ".join(dict.fromkeys(name for section in sections for name in section.names))
     datasets = ", ".join(dict.fromkeys(section.dataset for section in sections))
     write_readme(
         out,
@@ -65,26 +72,24 @@ def write_readme(out: Path, text: str, commands: Iterable[str]) -> None:
         return
     pictures = "".join(f"\n![{path.stem}]({path.name})\n" for path in sorted(out.glob("*.png")))
     made = "\n".join(dict.fromkeys(commands))
-    page = f"{_OURS}# {out.resolve().name}\n\n{text}\n\nMade by\n\n```sh\n{made}\n```\n{pictures}"
-    write_whole(path, lambda file: file.write(page.encode(errors="replace")))
+    write_text(path, f"{_OURS}# {out.resolve().name}\n\n{text}\n\nMade by\n\n```sh\n{made}\n```\n{pictures}")
 
 
 def draw_overview(out: Path, results: Sequence[RunResult]) -> Path | None:
     """A picture of runs of one recipe, methods in the order given; none where no method learned task after task."""
-    dataset = results[0].dataset
-    figure = overview_of(Section(dataset, named(rows_of(results)), {}))
+    section = section_of(rows_of(results))
+    figure = _overview(section)
     if figure is None:
         return None
-    path = out / f"overview-{file_name(dataset)}.png"
+    path = out / f"overview-{file_name(section.dataset)}.png"
     save_figure(figure, path)
     return path
 
 
-def overview_of(section: Section) -> Figure | None:
-    """None where no method learned task after task."""
-    measured = {name: np.stack([run.matrix for run in row.runs]) for name, row in section.rows.items()}
-    sequential = {name: stack for name, stack in measured.items() if not np.isnan(stack[:, 0, 0]).any()}
-    config = next(iter(section.rows.values())).config
+def _overview(section: Section) -> Figure | None:
+    stacks = [np.stack([run.matrix for run in row.runs]) for row in section.rows]
+    sequential = {n: s for n, s in zip(section.names, stacks, strict=True) if not np.isnan(s[:, 0, 0]).any()}
+    config = section.rows[0].config
     title = ", ".join([section.dataset, *scenario_words(config), config["model"]])
     return overview_figure(sequential, title=title) if sequential else None
 
@@ -112,18 +117,15 @@ def write_report(folder: Path, out: Path | None = None, title: str | None = None
     unfinished = ["/".join(path.parts[-3:]) for path in started if path.name.rpartition("-")[2] not in known]
     parts = [_tag("p", f"Not finished, and not counted: {', '.join(unfinished)}.")] if unfinished else []
     parts += [part for section in sections_of(found.values()) for part in _section(section)]
-    title = escape(title or folder.resolve().name)
     page = Template(files("confitune.experiments.reporting").joinpath("report.html").read_text(encoding="utf-8"))
-    text = page.substitute(title=title, body="\n".join(parts))
     out.parent.mkdir(parents=True, exist_ok=True)
-    # A folder's name may hold bytes that are no text.
-    write_whole(out, lambda file: file.write(text.encode(errors="replace")))
+    write_text(out, page.substitute(title=escape(title or folder.resolve().name), body="\n".join(parts)))
     return out
 
 
 def _section(section: Section) -> Iterator[str]:
     """All that is said of one section, the best method first."""
-    methods = {name: row.runs for name, row in section.rows.items()}
+    methods = {name: row.runs for name, row in zip(section.names, section.rows, strict=True)}
     for method, runs in methods.items():
         if len(counts := {len(run.accuracy_matrix) for run in runs}) > 1:
             raise ConfituneError(
@@ -131,28 +133,27 @@ def _section(section: Section) -> Iterator[str]:
                 "there is no mean over them; keep those of one experiment"
             )
     yield _tag("h2", section.dataset)
-    yield _tag("p", f"{section.heading()}.")
-    yield html_table(["method", *COLUMNS], section.cells([*COLUMNS]))
+    yield _tag("p", f"{section.about}.")
+    yield html_table(*section.table(COLUMNS))
     yield _tag("p", EXPLAINED)
-    if figure := overview_of(section):
-        png = io.BytesIO()
-        write_png(figure, png)
-        yield f'<img alt="overview" src="data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}">'
+    if figure := _overview(section):
+        yield f'<img alt="overview" src="data:image/png;base64,{base64.b64encode(png_of(figure)).decode()}">'
+    tasks = max(len(runs[0].accuracy_matrix) for runs in methods.values())
+    after = [f"after {k + 1}" for k in range(tasks)]
     yield _tag("h3", "Average accuracy on the tasks learned so far (%)")
-    tasks, rows = max(len(runs[0].accuracy_matrix) for runs in methods.values()), []
+    rows = []
     for method, runs in methods.items():
-        curves = np.stack([average_accuracy_curve(run.matrix) for run in runs])
-        rows.append([method, *map(shown, curves.T), *["-"] * (tasks - curves.shape[1])])
-    yield html_table(["method", *(f"after {k + 1}" for k in range(tasks))], rows)
+        cells = [*map(shown, np.stack([average_accuracy_curve(run.matrix) for run in runs]).T)]
+        rows.append([method, *cells, *["-"] * (tasks - len(cells))])
+    yield html_table(["method", *after], rows)
     yield _tag("h3", "Accuracy of each task after each task (%)")
     for method, runs in methods.items():
-        matrices = np.stack([run.matrix for run in runs])
-        cells = [
-            [f"task {i + 1}", *("" if np.isnan(row[:, k]).all() else shown(row[:, k]) for k in range(row.shape[1]))]
-            for i, row in enumerate(matrices.swapaxes(0, 1))
-        ]
+        by_task = np.stack([run.matrix for run in runs], axis=-1)  # [i, j, seed]
         yield _tag("h4", method)
-        yield html_table(["", *(f"after {k + 1}" for k in range(matrices.shape[1]))], cells)
+        yield html_table(
+            ["", *after[: len(by_task)]],
+            [[f"task {i + 1}", *("" if np.isnan(a).all() else shown(a) for a in row)] for i, row in enumerate(by_task)],
+        )
     yield _tag("h3", "Tasks")
     learned = max((runs[0].tasks for runs in methods.values()), key=len)
     yield html_table(
@@ -163,8 +164,7 @@ def _section(section: Section) -> Iterator[str]:
     for method, runs in methods.items():
         for run in runs:
             yield _tag("h4", f"{method}, seed {run.seed}")
-            facts = "".join(f"<li>{escape(name)}: {escape(text)}</li>" for name, text in _facts(run).items())
-            yield f"<ul>{facts}</ul>"
+            yield f"<ul>{''.join(_tag('li', f'{name}: {text}') for name, text in _facts(run).items())}</ul>"
 
 
 def _facts(result: RunResult) -> dict[str, str]:

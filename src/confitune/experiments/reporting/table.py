@@ -7,22 +7,72 @@ with in several ways; so it has each method once for each choice of the method's
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.reporting.render import markdown_table, shown, terminal_table
-from confitune.experiments.runs.identity import DEFAULTS, XCONV, filled
-from confitune.experiments.runs.job import RUNS, finished_runs
+from confitune.experiments.runs.identity import DEFAULTS, RUNS, XCONV, filled, finished_runs
+from confitune.metrics import mean_and_interval
 from confitune.settings import DataSettings, NetworkSettings
+
+FEW = 3  # runs: below that an interval says more of Student's t than of them
+
+
+def shown(values: Sequence[float | None], digits: int = 1) -> str:
+    """Mean and 95% interval, of few runs each; '-' where a value is not defined (or NaN), nothing of nothing.
+
+    >>> shown([86.0, 87.0, 85.5]), shown([86.0, 87.0]), shown([2.0], 2), shown([None])
+    ('86.2 ± 1.9', '86.0, 87.0', '2.00', '-')
+    """
+    known = [value for value in values if value is not None and not math.isnan(value)]
+    if not known or len(known) < len(values):
+        return "-" if len(values) else ""
+    if len(known) < FEW:
+        return ", ".join(f"{value:.{digits}f}" for value in known)
+    mean, half, _ = mean_and_interval(known)
+    return f"{mean:.{digits}f} ± {half:.{digits}f}"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown with these column titles."""
+    lines = ["".join(f"| {cell} " if cell else "| " for cell in cells) + "|" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
+def terminal_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", caption: str = "", bold: int | None = None
+) -> Table:
+    """For a terminal; columns of numbers are aligned on the right, the row `bold` stands out."""
+    table = Table(title=Text(title) if title else None, caption=caption or None)
+    table.title_justify = table.caption_justify = "left"
+    for place, name in enumerate(head):
+        numbers = all(re.match(r"[-+]?\d|-?$", row[place]) for row in rows if place < len(row))
+        table.add_column(name, justify="right" if numbers else "left", no_wrap=numbers or place == 0, overflow="fold")
+    for place, row in enumerate(rows):
+        table.add_row(*map(Text, row), style="bold" if place == bold else "")
+    return table
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """HTML in which no text is markup; the first cell of a row names it."""
+    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
+    body = "\n".join(
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for name, *cells in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
 
 # What a table can say of runs that differ only in their seed.
 COLUMNS: Mapping[str, Callable[[Sequence[RunResult]], str]] = {
@@ -36,7 +86,12 @@ COLUMNS: Mapping[str, Callable[[Sequence[RunResult]], str]] = {
 }
 USUAL = ("ACC ↑", "FGT ↓", "when learned", "numbers a task")
 _SHARED = {*DataSettings.model_fields, *NetworkSettings.model_fields} & set(DEFAULTS) - {"dataset"}
-_IN_WORDS = {"model", "tasks", "pipeline", "scenario", "held_out", *XCONV}  # what a section's heading says of each
+_IN_WORDS = {"model", "tasks", "pipeline", "scenario", "held_out", *XCONV}  # what a section's words say of each
+
+
+def numbers_per_task(runs: Sequence[RunResult]) -> int:
+    """The most of any task and run: some methods decide anew for each what it keeps."""
+    return max(task["norm_numbers"] + task["head_numbers"] for run in runs for task in run.tasks)
 
 
 @dataclass(frozen=True)
@@ -44,105 +99,71 @@ class Row:
     """Runs that differ only in their seed."""
 
     settings: Mapping[str, str]  # the method, its options as part.option, and all settings; None is left out
+    config: Mapping[str, Any]  # of its first run, with all defaults
     runs: list[RunResult] = field(default_factory=list)
 
     @property
     def method(self) -> str:
         """The method's name."""
-        return self.runs[0].method
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The configuration of its first run, with all defaults."""
-        return filled(self.runs[0].config)
-
-    def cells(self, columns: Iterable[str]) -> list[str]:
-        """What these columns say of its runs."""
-        return [COLUMNS[column](self.runs) for column in columns]
-
-
-def best_first(rows: Iterable[Row]) -> list[Row]:
-    """By mean accuracy."""
-    return sorted(rows, key=lambda row: -float(np.mean([run.acc for run in row.runs])))
+        return self.settings["method"]
 
 
 @dataclass(frozen=True)
 class Section:
-    """Rows with the same data and network, best first, by what they are called."""
+    """Rows side by side, best first."""
 
     dataset: str
-    rows: dict[str, Row]
-    apart: Mapping[str, str | None]  # settings in which its methods were run otherwise in other sections
+    about: str  # what was run, in words
+    names: list[str]  # of the rows
+    rows: list[Row]
+    more: Mapping[str, list[str]] = field(default_factory=dict)  # columns after the names, with a cell for each row
+    columns: Sequence[str] = USUAL
 
-    def cells(self, columns: Sequence[str]) -> list[list[str]]:
-        """A row for each method, with what these columns say of its runs."""
-        return [[name, *row.cells(columns)] for name, row in self.rows.items()]
+    def table(self, columns: Iterable[str] = ()) -> tuple[list[str], list[list[str]]]:
+        """Titles of columns, and a list of cells for each row."""
+        told = {"method": self.names, **self.more}
+        told |= {name: [COLUMNS[name](row.runs) for row in self.rows] for name in columns or self.columns}
+        if "otherwise" in told:
+            told["otherwise"] = told.pop("otherwise")  # it is long: the last
+        return list(told), [list(cells) for cells in zip(*told.values(), strict=True)]
 
-    def heading(self) -> str:
-        """What was run, in words: network, tasks, seeds, device and whatever is unusual about it."""
-        rows = [self.rows[name] for name in sorted(self.rows)]
-        configs = [row.config for row in rows]
-        config, seeds = configs[0], max(len(row.runs) for row in rows)
-        words = [config["model"], f"{max(len(row.runs[0].tasks) for row in rows)} tasks"]
-        if config["pipeline"] != "clean":
-            words.append(f"{config['pipeline']} pipeline")
-        words += scenario_words(config)
-        if config["held_out"]:
-            words.append(f"tested on {config['held_out']:.0%} of the training images")
-        words += sorted({f"{c['means']} means, {c['statistics']} statistics" for c in configs if c["means"]})
-        words += [f"{name} {value}" for name, value in self.apart.items() if value and name not in _IN_WORDS]
-        devices = dict.fromkeys(row.runs[0].device for row in rows)
-        return ", ".join([*words, f"{seeds} seed{'s' if seeds > 1 else ''}", f"on {' and '.join(devices)}"])
+    def markdown(self) -> str:
+        """For a page."""
+        return f"**{self.dataset}**, {self.about}\n\n{markdown_table(*self.table())}\n"
+
+    def terminal(self, columns: Iterable[str] = (), caption: str = "") -> Table:
+        """For a terminal; the best row stands out."""
+        return terminal_table(*self.table(columns), title=f"{self.dataset}: {self.about}", caption=caption, bold=0)
 
 
 def rows_of(results: Iterable[RunResult]) -> list[Row]:
     """Results by what was run, in the order in which that first appears; seeds in order."""
     found: dict[str, Row] = {}
     for result in results:
-        config = {n: v for n, v in filled(result.config).items() if n not in ("seed", "weights_sha256", "dataset")}
-        settings = {"method": result.method, **_flat(config), "weights": result.weights_sha256[:8]}
-        found.setdefault(json.dumps([result.dataset, settings], sort_keys=True), Row(settings)).runs.append(result)
+        config = filled(result.config)
+        flat = _flat({n: v for n, v in config.items() if n not in ("seed", "weights_sha256", "dataset")})
+        settings = {"method": result.method, **flat, "weights": result.weights_sha256[:8]}
+        key = json.dumps([result.dataset, settings], sort_keys=True)
+        found.setdefault(key, Row(settings, config)).runs.append(result)
     for row in found.values():
         row.runs.sort(key=lambda result: result.seed)
     return list(found.values())
 
 
-def sections_of(results: Iterable[RunResult]) -> list[Section]:
-    """All results, each dataset's sections in the order in which they first appear."""
-    by_dataset = _grouped(rows_of(results), lambda row: row.runs[0].dataset)
-    return [section for dataset, rows in by_dataset.items() for section in _sections(dataset, rows)]
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Options by dotted name, as text; what is not set is not there."""
+    flat: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, "" if name == "options" else f"{prefix}{name}.")
+        elif value is not None:
+            flat[f"{prefix}{name}"] = f"{value:g}" if isinstance(value, float) else str(value)
+    return flat
 
 
-def _sections(dataset: str, rows: Sequence[Row]) -> list[Section]:
-    of_method = _grouped(rows, lambda row: row.method)
-    varied = {name for same in of_method.values() for name in _differing(same) if "." not in name}
-    found: list[tuple[dict[str, str | None], list[Row]]] = []
-    for row in sorted(rows, key=lambda row: "means" not in row.settings):  # others go with the first that fits them
-        where = {name: row.settings.get(name) for name in sorted(_SHARED | varied)}
-        for there, members in found:
-            if all(there[name] == value or (name in XCONV and value is None) for name, value in where.items()):
-                members.append(row)
-                break
-        else:
-            found.append((where, [row]))
-    sections = []
-    for _, members in found:
-        names = {name for row in members for name in _differing(of_method[row.method]) if "." not in name}
-        apart = {name: members[0].settings.get(name) for name in sorted(names)}
-        sections.append(Section(dataset, named(best_first(members), rows), apart))
-    return sections
-
-
-def named(rows: Sequence[Row], among: Sequence[Row] | None = None) -> dict[str, Row]:
-    """Rows by their method, with its options where those of others differ; a method's file stands without folders."""
-    short = {method: re.sub(r"[^+]*/", "", method) for method in {row.method for row in rows}}
-    by_name = {}
-    for row in rows:
-        same = [other for other in among or rows if other.method == row.method]
-        options = [f"{name}={row.settings.get(name, 'none')}" for name in _differing(same) if "." in name]
-        label = short[row.method] if list(short.values()).count(short[row.method]) == 1 else row.method
-        by_name[f"{label} ({', '.join(options)})" if options else label] = row
-    return by_name
+def best_first(rows: Iterable[Row]) -> list[Row]:
+    """By mean accuracy."""
+    return sorted(rows, key=lambda row: -float(np.mean([run.acc for run in row.runs])))
 
 
 def _grouped(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
@@ -158,9 +179,65 @@ def _differing(rows: Sequence[Row]) -> list[str]:
     return [name for name in names if len({row.settings.get(name) for row in rows}) > 1]
 
 
-def numbers_per_task(runs: Sequence[RunResult]) -> int:
-    """The most of any task and run: some methods decide anew for each what it keeps."""
-    return max(task["norm_numbers"] + task["head_numbers"] for run in runs for task in run.tasks)
+def names_of(rows: Sequence[Row], among: Sequence[Row] = ()) -> list[str]:
+    """Each row's method, with its options where those of others differ; a method's file stands without folders."""
+    short = {method: re.sub(r"[^+]*/", "", method) for method in {row.method for row in rows}}
+    names = []
+    for row in rows:
+        same = [other for other in among or rows if other.method == row.method]
+        options = [f"{name}={row.settings.get(name, 'none')}" for name in _differing(same) if "." in name]
+        label = short[row.method] if list(short.values()).count(short[row.method]) == 1 else row.method
+        names.append(f"{label} ({', '.join(options)})" if options else label)
+    return names
+
+
+def section_of(rows: Sequence[Row]) -> Section:
+    """Rows of one recipe, in the order given."""
+    return Section(rows[0].runs[0].dataset, _words(rows), names_of(rows), list(rows))
+
+
+def sections_of(results: Iterable[RunResult]) -> list[Section]:
+    """All results, each dataset's sections in the order in which they first appear."""
+    by_dataset = _grouped(rows_of(results), lambda row: row.runs[0].dataset)
+    return [section for dataset, rows in by_dataset.items() for section in _sections(dataset, rows)]
+
+
+def _sections(dataset: str, rows: Sequence[Row]) -> list[Section]:
+    of_method = _grouped(rows, lambda row: row.method)
+    varied = {method: [name for name in _differing(same) if "." not in name] for method, same in of_method.items()}
+    apart = sorted(_SHARED.union(*varied.values()))
+    found: list[tuple[dict[str, str | None], list[Row]]] = []
+    for row in sorted(rows, key=lambda row: "means" not in row.settings):  # others go with the first that fits them
+        where = {name: row.settings.get(name) for name in apart}
+        for there, members in found:
+            if all(there[name] == value or (name in XCONV and value is None) for name, value in where.items()):
+                members.append(row)
+                break
+        else:
+            found.append((where, [row]))
+    sections = []
+    for where, members in found:
+        told = sorted({name for row in members for name in varied[row.method]} - _IN_WORDS)
+        words = [f"{name} {where[name]}" for name in told if where[name]]
+        ordered = best_first(members)
+        sections.append(Section(dataset, _words(ordered, words), names_of(ordered, rows), ordered))
+    return sections
+
+
+def _words(rows: Sequence[Row], apart: Sequence[str] = ()) -> str:
+    """What was run: network, tasks, seeds, device and whatever is unusual about it."""
+    rows = sorted(rows, key=lambda row: row.method)
+    configs = [row.config for row in rows]
+    config, seeds = configs[0], max(len(row.runs) for row in rows)
+    words = [config["model"], f"{max(len(row.runs[0].tasks) for row in rows)} tasks"]
+    if config["pipeline"] != "clean":
+        words.append(f"{config['pipeline']} pipeline")
+    words += scenario_words(config)
+    if config["held_out"]:
+        words.append(f"tested on {config['held_out']:.0%} of the training images")
+    words += sorted({f"{c['means']} means, {c['statistics']} statistics" for c in configs if c["means"]})
+    devices = dict.fromkeys(row.runs[0].device for row in rows)
+    return ", ".join([*words, *apart, f"{seeds} seed{'s' if seeds > 1 else ''}", f"on {' and '.join(devices)}"])
 
 
 def scenario_words(config: Mapping[str, Any]) -> list[str]:
@@ -170,32 +247,12 @@ def scenario_words(config: Mapping[str, Any]) -> list[str]:
 
 def summary_table(results: Sequence[RunResult]) -> Table:
     """Methods as rows, best first: what `confitune run` ends with."""
-    section, columns = Section(results[0].dataset, named(best_first(rows_of(results))), {}), [*USUAL, "seconds"]
     caption = "ACC: accuracy over all tasks at the end. FGT: what earlier tasks lost since their best. In percent."
-    title = f"{section.dataset}: {section.heading()}"
-    return terminal_table(["method", *columns], section.cells(columns), title=title, caption=caption, bold=0)
+    return section_of(best_first(rows_of(results))).terminal([*USUAL, "seconds"], caption)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """All settings of one dataset side by side, best accuracy first, with the settings that differ."""
-
-    dataset: str
-    about: str
-    head: list[str]
-    cells: list[list[str]]
-
-    def markdown(self) -> str:
-        """For a page."""
-        return f"**{self.dataset}**, {self.about}\n\n{markdown_table(self.head, self.cells)}\n"
-
-    def terminal(self) -> Table:
-        """For a terminal."""
-        return terminal_table(self.head, self.cells, title=f"{self.dataset}: {self.about}", bold=0)
-
-
-def compare(folders: Sequence[Path]) -> list[Comparison]:
-    """All runs below the folders, a table for each dataset; seeds of one setting are one row."""
+def compare(folders: Sequence[Path]) -> list[Section]:
+    """All runs below the folders, a section for each dataset, with the settings that differ."""
     paths = sorted({path for folder in folders for path in folder.rglob(RUNS)})
     results = {key: result for path in paths for key, result in finished_runs(path.parent).items()}.values()
     if not results:
@@ -209,34 +266,20 @@ def _data_words(row: Row) -> str:
     return ", ".join([row.runs[0].dataset + pipeline, *scenario_words(row.config)])
 
 
-def _compared(title: str, rows: Sequence[Row]) -> Comparison:
+def _compared(title: str, rows: Sequence[Row]) -> Section:
     """A column for each setting that some method was run with in several ways; in the last what else is unusual."""
     varied = {name for same in _grouped(rows, lambda row: row.method).values() for name in _differing(same)}
-    columns = ["method", *(name for name in _differing(rows) if name in varied)]
+    differing, rows = _differing(rows), best_first(rows)
+    more = {name: [row.settings.get(name, "") for row in rows] for name in differing if name in varied}
     usual = {}
-    for name in _differing(rows):
-        if name not in columns:
-            (usual[name], _), *_ = Counter(row.settings[name] for row in rows if name in row.settings).most_common(1)
-    cells = []
-    for row in best_first(rows):
-        other = [f"{name}={row.settings[name]}" for name in usual if row.settings.get(name, usual[name]) != usual[name]]
-        settings = [row.settings.get(name, "") for name in columns]
-        cells.append([*settings, *row.cells([*USUAL, "seeds"]), ", ".join(other)])
+    for name in (name for name in differing if name not in (*varied, "method")):
+        (usual[name], _), *_ = Counter(row.settings[name] for row in rows if name in row.settings).most_common(1)
+    otherwise = [
+        ", ".join(f"{n}={row.settings[n]}" for n in usual if row.settings.get(n, usual[n]) != usual[n]) for row in rows
+    ]
+    if any(otherwise):
+        more["otherwise"] = otherwise
     runs = [run for row in rows for run in row.runs]
     devices = ", ".join(dict.fromkeys(run.device for run in runs))
     about = f"{rows[0].config['model']}, {len(runs[0].accuracy_matrix)} tasks, on {devices}"
-    head = [*columns, *USUAL, "seeds", "otherwise"]
-    if not any(row[-1] for row in cells):
-        head, cells = head[:-1], [row[:-1] for row in cells]
-    return Comparison(title, about, head, cells)
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Options by dotted name, as text; what is not set is not there."""
-    flat: dict[str, str] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, "" if name == "options" else f"{prefix}{name}.")
-        elif value is not None:
-            flat[f"{prefix}{name}"] = f"{value:g}" if isinstance(value, float) else str(value)
-    return flat
+    return Section(title, about, [row.method for row in rows], rows, more, (*USUAL, "seeds"))

@@ -12,7 +12,7 @@ import platform
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from rich.console import Console
 from confitune import __version__
 from confitune.engine import Listener, RunResult, progress_board
 from confitune.errors import ConfituneError
-from confitune.experiments.runs.job import Job, Loaded, TrainingError, groups_of, side_by_side
-from confitune.experiments.runs.place import Place
+from confitune.experiments.runs.job import Job, TrainingError, groups_of, load, side_by_side
 from confitune.experiments.runs.recipe import Recipe
+from confitune.experiments.runs.runner import Outcomes, Place
 
 RETRIES = 5  # of a run whose worker or node died; each goes on from the run's checkpoint
 _STORE_BYTES = 100 * 2**20  # Ray's object store: results are small
@@ -36,13 +36,7 @@ _SEEN_WITHIN = 15.0  # seconds: a network file system may show a new file late
 # last bits of a result the same on all of them.
 THREADS = 4
 
-
-@dataclass(frozen=True)
-class Share:
-    """CPUs and GPUs that a run takes from its node while it goes on; its torch gets as many threads as it has CPUs."""
-
-    cpus: int
-    gpus: float = 0
+Share = tuple[int, float]  # of a node, while a run goes on: CPUs, which are its torch's threads, too, and GPUs
 
 
 def share_of(
@@ -57,12 +51,10 @@ def share_of(
         nodes: what each node of the cluster has, as Ray names it.
         device: of the recipe: 'auto', 'cpu' or 'cuda'.
 
-    >>> share_of([{"CPU": 32, "GPU": 4}], "auto")
-    Share(cpus=8, gpus=1)
-    >>> share_of([{"CPU": 32, "GPU": 4}], "auto", gpus=0.25)
-    Share(cpus=2, gpus=0.25)
+    >>> share_of([{"CPU": 32, "GPU": 4}], "auto"), share_of([{"CPU": 32, "GPU": 4}], "auto", gpus=0.25)
+    ((8, 1), (2, 0.25))
     >>> share_of([{"CPU": 32}, {"CPU": 2}], "auto")
-    Share(cpus=2, gpus=0)
+    (2, 0)
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfituneError(f"--device {device} names one GPU, and Ray chooses which a run gets: use --device cuda")
@@ -71,46 +63,37 @@ def share_of(
         raise ConfituneError(f"{both} contradict each other: leave one of them out")
     if gpus is None:
         gpus = 1 if device == "cuda" or (device == "auto" and any(node.get("GPU") for node in nodes)) else 0
-    if cpus is None:
-        if gpus:
-            even = [node["CPU"] * gpus / node["GPU"] for node in nodes if node.get("GPU") and node.get("CPU")]
-            cpus = max(1, int(min(even, default=1)))
-        else:
-            cpus = int(min([THREADS, *(node["CPU"] for node in nodes if node.get("CPU"))]))
-    return Share(cpus, gpus)
+    if cpus is None and gpus:
+        even = [node["CPU"] * gpus / node["GPU"] for node in nodes if node.get("GPU") and node.get("CPU")]
+        cpus = max(1, int(min(even, default=1)))
+    return cpus or int(min([THREADS, *(node["CPU"] for node in nodes if node.get("CPU"))])), gpus
 
 
 @contextmanager
 def ray_place(
-    on: str, console: Console, parallel_seeds: int = 1, gpus: float | None = None, cpus: int | None = None
+    on: str, console: Console | None, parallel_seeds: int, gpus: float | None, cpus: int | None
 ) -> Iterator[RayPlace]:
-    """A Ray cluster as a place for runs; see `confitune.experiments.runs.place.open_place`."""
+    """A Ray cluster as a place for runs; see `confitune.experiments.runs.runner.open_place`."""
     try:
         import ray
     except ImportError as error:
         raise ConfituneError(f"--on {on} needs Ray: pip install 'confitune[ray]'") from error
-    _connect(ray, on)
-    try:
-        with closing(RayPlace(ray, console, parallel_seeds, gpus, cpus)) as place:
-            yield place
-    finally:
-        ray.shutdown()
-
-
-def _connect(ray: Any, on: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = os.environ.get("RAY_ADDRESS", "") if on == "ray" else on
-    if not address:
-        options |= {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_BYTES}
-    else:
-        options |= {"address": address}
+    here = {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    if address:
         _require_answer(address, on)
     try:
-        ray.init(**options)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **({"address": address} if address else here))
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         where = f"the Ray cluster at {address} cannot be used" if address else "Ray cannot be started here"
         raise ConfituneError(f"{where}: {error}") from error
+    place = RayPlace(ray, console, parallel_seeds, gpus, cpus)
+    try:
+        yield place
+    finally:
+        place.close()
+        ray.shutdown()
 
 
 def _require_answer(address: str, on: str) -> None:
@@ -129,36 +112,38 @@ def _require_answer(address: str, on: str) -> None:
 class RayPlace(Place):
     """A Ray cluster that this process is connected to."""
 
-    def __init__(self, ray: Any, console: Console, parallel_seeds: int, gpus: float | None, cpus: int | None) -> None:
+    def __init__(
+        self, ray: Any, console: Console | None, parallel_seeds: int, gpus: float | None, cpus: int | None
+    ) -> None:
         super().__init__(console, parallel_seeds)
         self._ray, self._gpus, self._cpus = ray, gpus, cpus
         self._errands: dict[Any, Errand] = {}  # under way, by what Ray will put their results into
         self._outcomes: dict[Path, RunResult | ConfituneError] = {}  # that nobody has asked for yet, by folder
-        self._board = progress_board(console)
+        self._board = progress_board(self.console)
         self._bar = self._board.add_task("all runs", total=0, status="", left=None)
 
     def settled(self, recipe: Recipe) -> Recipe:
         """With the device and the precision that its runs will have on the cluster, whatever this machine has."""
-        cuda = self._share(recipe).gpus > 0
-        precision = ("bf16" if cuda else "fp32") if recipe.precision == "auto" else recipe.precision
-        return recipe.model_copy(update={"device": "cuda" if cuda else "cpu", "precision": precision})
+        _, gpus = self._share(recipe)
+        precision = ("bf16" if gpus else "fp32") if recipe.precision == "auto" else recipe.precision
+        return recipe.model_copy(update={"device": "cuda" if gpus else "cpu", "precision": precision})
 
     def begin(self, jobs: Sequence[Job]) -> None:
         """Hand out all of them; Ray starts as many at a time as there is room for."""
-        remotes: dict[Share, Any] = {}
         for group in groups_of(jobs, self.parallel_seeds):
-            share = self._share(group[0].recipe)
-            if share not in remotes:
-                self._say_if_nowhere(share)
-                resources = {"num_cpus": share.cpus, "num_gpus": share.gpus}
-                remotes[share] = self._ray.remote(**resources, max_retries=RETRIES)(work)
-            errand = Errand(tuple(group), share.cpus, Path.cwd(), group[0].out / f".shared-{uuid4().hex}", RETRIES + 1)
+            cpus, gpus = self._share(group[0].recipe)
+            errand = Errand(tuple(group), cpus, Path.cwd(), group[0].out / f".shared-{uuid4().hex}", RETRIES + 1)
             errand.token.parent.mkdir(parents=True, exist_ok=True)
             errand.token.touch()
-            self._errands[remotes[share].options(name=group[0].label).remote(errand)] = errand
+            remote = self._ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=RETRIES, name=group[0].label)(work)
+            self._errands[remote.remote(errand)] = errand
+        for cpus, gpus in {self._share(job.recipe) for job in jobs}:
+            if not any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in self._nodes()):
+                what = f"{cpus} CPUs" + (f" and {gpus:g} GPU" if gpus else "")
+                self.say(f"note: no node of the cluster has {what}: runs wait until one joins", "yellow")
         self._board.update(self._bar, total=(self._board.tasks[0].total or 0) + len(jobs))
 
-    def results(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, RunResult | ConfituneError]]:
+    def results(self, jobs: Sequence[Job]) -> Outcomes:
         """What became of jobs that were begun, in the order in which they end."""
         waiting = {job.folder: job for job in jobs}
         with self._board if self.console.is_terminal else nullcontext():
@@ -178,39 +163,30 @@ class RayPlace(Place):
         ended, _ = self._ray.wait(list(self._errands), num_returns=len(self._errands), timeout=_LOOK_EVERY)
         for task in ended:
             errand = self._errands.pop(task)
-            died = max(len(errand.tries()) - 1, 0)
+            died = max(errand.tries() - 1, 0)
+            again = f"; its worker died {died} times, it went on from its checkpoint" if died else ""
             for job, outcome in zip(errand.jobs, self._outcomes_of(task, errand), strict=True):
                 self._outcomes[job.folder] = outcome
                 self._board.advance(self._bar)
-                text = "failed"
-                if isinstance(outcome, RunResult):
-                    again = f"; its worker died {died} times, it went on from its checkpoint" if died else ""
-                    text = f"accuracy {outcome.acc:.1f}%{again}"
-                self.console.print(f"{job.label}: {text}", markup=False, highlight=False, soft_wrap=True)
+                text = f"accuracy {outcome.acc:.1f}%{again}" if isinstance(outcome, RunResult) else "failed"
+                self.say(f"{job.label}: {text}")
             errand.token.unlink(missing_ok=True)
 
     def _outcomes_of(self, task: Any, errand: Errand) -> list[RunResult | ConfituneError]:
-        exceptions = self._ray.exceptions
         try:
             found: list[RunResult | ConfituneError] = self._ray.get(task)
             return found
-        except exceptions.RayTaskError as error:  # nothing that a run raises on purpose
-            told = ConfituneError(f"failed on the cluster (every node needs confitune and what it imports):\n{error}")
-        except exceptions.RayError as error:
-            told = ConfituneError(f"{_died(len(errand.tries()))} ({error})")
-        return [told] * len(errand.jobs)
+        except self._ray.exceptions.RayTaskError as error:  # nothing that a run raises on purpose
+            told = f"failed on the cluster (every node needs confitune and what it imports):\n{error}"
+        except self._ray.exceptions.RayError as error:
+            told = f"{_died(errand.tries())} ({error})"
+        return [ConfituneError(told)] * len(errand.jobs)
 
     def _share(self, recipe: Recipe) -> Share:
         return share_of(self._nodes(), recipe.device, self._gpus, self._cpus)
 
     def _nodes(self) -> list[dict[str, float]]:
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-
-    def _say_if_nowhere(self, share: Share) -> None:
-        if not any(node.get("CPU", 0) >= share.cpus and node.get("GPU", 0) >= share.gpus for node in self._nodes()):
-            what = f"{share.cpus} CPUs" + (f" and {share.gpus:g} GPU" if share.gpus else "")
-            text = f"note: no node of the cluster has {what}: runs wait until one joins"
-            self.console.print(text, style="yellow", markup=False, highlight=False)
 
 
 @dataclass(frozen=True)
@@ -224,9 +200,9 @@ class Errand:
     most_tries: int  # Ray itself never gives up on a run that is killed for memory
     version: str = __version__  # the driver's
 
-    def tries(self) -> list[str]:
-        """The nodes that have taken the runs on so far."""
-        return self.token.read_text().splitlines()
+    def tries(self) -> int:
+        """How many workers have taken the runs on so far."""
+        return len(self.token.read_text().splitlines())
 
 
 def work(errand: Errand) -> list[RunResult | ConfituneError]:
@@ -235,16 +211,18 @@ def work(errand: Errand) -> list[RunResult | ConfituneError]:
     try:
         _settle_in(errand, node)
         torch.set_num_threads(errand.threads)
-        loaded = Loaded.of(errand.jobs[0])
+        loaded = load(errand.jobs[0])
         # Where an earlier try of a run is still alive, it is waited for.
-        return [*side_by_side(errand.jobs, loaded, lambda job: nullcontext(Listener()), lambda job: None)]
+        return [*side_by_side(errand.jobs, *loaded, lambda job: nullcontext(Listener()), wait=True)]
     except TrainingError as error:
-        return [error] * len(errand.jobs)
+        told: ConfituneError = error
     except torch.OutOfMemoryError as error:
-        message = f"out of GPU memory on {node}: give each run a larger share with --gpus-per-run ({error})"
-        return [ConfituneError(message)] * len(errand.jobs)
+        told = ConfituneError(
+            f"out of GPU memory on {node}: give each run a larger share with --gpus-per-run ({error})"
+        )
     except (ConfituneError, OSError) as error:
-        return [ConfituneError(f"on {node}: {error}")] * len(errand.jobs)
+        told = ConfituneError(f"on {node}: {error}")
+    return [told] * len(errand.jobs)
 
 
 def _settle_in(errand: Errand, node: str) -> None:
@@ -254,26 +232,20 @@ def _settle_in(errand: Errand, node: str) -> None:
             f"this node has confitune {__version__}, the command was given with {errand.version}: "
             "install the same version everywhere"
         )
-    try:
-        os.chdir(errand.home)
-    except OSError as error:
-        raise ConfituneError(_not_shared(errand.home)) from error
     until = time.monotonic() + _SEEN_WITHIN
-    while not errand.token.exists():
+    while not (errand.home.is_dir() and (errand.home / errand.token).exists()):
         if time.monotonic() > until:
-            raise ConfituneError(_not_shared(errand.token.parent))
+            missing = errand.token.parent if errand.home.is_dir() else errand.home
+            raise ConfituneError(
+                f"this node does not see {missing} as the machine does on which the command was given: on a cluster "
+                "the folder it is given in and --out must be on a file system that all nodes share, under the same path"
+            )
         time.sleep(0.5)
-    if (tried := len(errand.tries())) >= errand.most_tries:
+    os.chdir(errand.home)
+    if (tried := errand.tries()) >= errand.most_tries:
         raise ConfituneError(_died(tried))
     with errand.token.open("a") as file:
         file.write(f"{node}\n")
-
-
-def _not_shared(folder: Path) -> str:
-    return (
-        f"this node does not see {folder} as the machine does on which the command was given: on a cluster the folder "
-        "it is given in and --out must be on a file system that all nodes share, under the same path"
-    )
 
 
 def _died(times: int) -> str:

@@ -1,4 +1,4 @@
-"""What identifies a run: everything that determines its result, and nothing else.
+"""What identifies a run: everything that determines its result, and nothing else; and the runs that are finished.
 
 Version 2 leaves out every setting and option that is at its default, so a new one never makes old results strangers.
 Version 1 wrote them all. Both are compared by what they say in version 2.
@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from confitune.engine import RunResult, read_results
 from confitune.errors import ConfituneError
 from confitune.methods import Method, create_method
 from confitune.settings import DataSettings, NetworkSettings, TrainSettings
+
+RUNS, WORK = "runs.jsonl", "runs"  # in an experiment's folder: a line for each finished run, folders of runs
+_LONGEST = 200  # bytes of a name; file systems take 255, and pictures say more than the dataset
 
 VERSION = 2
 Options = Mapping[str, Mapping[str, Any]]  # by part of the method
@@ -45,7 +53,7 @@ def shortened(config: Mapping[str, Any], usual: Options | None = None) -> dict[s
     >>> shortened({"method": "ewc", "lr": 0.01, "tasks": 3, "options": {"ewc": {"strength": 7.0, "mode": "eval"}}})
     {'version': 2, 'method': 'ewc', 'tasks': 3, 'options': {'ewc': {'strength': 7.0}}}
     """
-    usual = _usual(config) if usual is None else usual
+    usual = option_defaults(config.get("method")) if usual is None else usual
     options = {
         part: {name: value for name, value in values.items() if value != usual.get(part, {}).get(name, _NONE)}
         for part, values in (config.get("options") or {}).items()
@@ -63,7 +71,7 @@ def filled(config: Mapping[str, Any]) -> dict[str, Any]:
     >>> known["lr"], known["model"], known["pipeline"]
     (0.1, 'tf_efficientnet_lite0', 'clean')
     """
-    usual, given = _usual(config) if "version" in config else {}, config.get("options") or {}
+    usual, given = option_defaults(config.get("method") if "version" in config else None), config.get("options") or {}
     options = {part: {**usual.get(part, {}), **given.get(part, {})} for part in {**usual, **given}}
     said = {name: value for name, value in config.items() if name != "version"}
     return {**said, "options": options, **{name: DEFAULTS[name] for name in DEFAULTS if name not in said}}
@@ -88,9 +96,19 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _usual(config: Mapping[str, Any]) -> Options:
-    method = config.get("method")
-    return option_defaults(method) if isinstance(method, str) else {}
+def finished_runs(out: Path) -> dict[str, RunResult]:
+    """The runs of an experiment by their keys, as they were finished; of the same run the last."""
+    return {run_key(result.config): result for result in read_results(out / RUNS)}
+
+
+def file_name(name: str) -> str:
+    """What the folder or file of a dataset or a method is called; a name that is too long is cut, with a checksum.
+
+    >>> file_name("photos:1-2+folder:/data/my images"), file_name("ewc+confit"), file_name("my/method.py:Mine")
+    ('photos-1-2+folder-data-my-images', 'ewc+confit', 'my-method.py-Mine')
+    """
+    plain = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-.")
+    return plain if len(plain) <= _LONGEST else f"{plain[: _LONGEST - 9]}-{zlib.crc32(os.fsencode(name)):08x}"
 
 
 def options_of(method: Method) -> dict[str, type[BaseModel]]:
@@ -113,15 +131,13 @@ def defaults_of(method: Method) -> dict[str, dict[str, Any]]:
 
 
 @cache
-def option_defaults(name: str) -> Mapping[str, Mapping[str, Any]]:
+def option_defaults(name: Any) -> Options:
     """The same of a method by its name; none for a method that is not here any more.
 
     Results of other people name methods, too: a file or module that a name refers to is not executed for them.
     """
-    if ":" in name:
-        return {}
     try:
-        return defaults_of(create_method(name))
+        return defaults_of(create_method(name)) if isinstance(name, str) and ":" not in name else {}
     except ConfituneError:
         return {}
 

@@ -7,9 +7,6 @@ device.
 from __future__ import annotations
 
 import copy
-import os
-import re
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,31 +17,17 @@ from typing import Any
 
 import torch
 
-from confitune.engine import (
-    CsvLog,
-    DivergedError,
-    Listener,
-    RunResult,
-    SequenceRun,
-    TensorBoardLog,
-    Turns,
-    add_result,
-    library_switches,
-    place,
-    read_results,
-    require_scenario,
-    steps_of,
-)
+from confitune import engine
+from confitune.engine import Listener, RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.runs.identity import run_key
+from confitune.experiments.runs.identity import RUNS, WORK, file_name, finished_runs, run_key
 from confitune.experiments.runs.recipe import Recipe
 from confitune.files import exclusive, remove_partial
 from confitune.nn import Backbone, ContinualNet, create_backbone
 from confitune.settings import TrainSettings
 from confitune.tasks import Progress, TaskSequence
 
-RUNS, WORK, LOCK = "runs.jsonl", "runs", ".lock"  # in an experiment's folder: a line for each run, folders of runs
-_LONGEST = 200  # bytes of a name; file systems take 255, and pictures say more than the dataset
+LOCK = ".lock"  # in a run's folder
 
 # From a network, its tasks, its settings and its folder to listeners that measure something on the way, and to a
 # function that says what they have measured when the run is over, by name.
@@ -89,11 +72,6 @@ class Job:
         return run_key(self.config)
 
 
-def finished_runs(out: Path) -> dict[str, RunResult]:
-    """The runs of an experiment by their keys, as they were finished; of the same run the last."""
-    return {run_key(result.config): result for result in read_results(out / RUNS)}
-
-
 class TrainingError(ConfituneError):
     """Runs whose numbers became infinite.
 
@@ -102,16 +80,6 @@ class TrainingError(ConfituneError):
     """
 
     results: Sequence[RunResult] = ()
-
-
-def file_name(name: str) -> str:
-    """What the folder or file of a dataset or a method is called; a name that is too long is cut, with a checksum.
-
-    >>> file_name("photos:1-2+folder:/data/my images"), file_name("ewc+confit"), file_name("my/method.py:Mine")
-    ('photos-1-2+folder-data-my-images', 'ewc+confit', 'my-method.py-Mine')
-    """
-    plain = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-.")
-    return plain if len(plain) <= _LONGEST else f"{plain[: _LONGEST - 9]}-{zlib.crc32(os.fsencode(name)):08x}"
 
 
 def groups_of(jobs: Sequence[Job], size: int) -> list[list[Job]]:
@@ -130,30 +98,25 @@ def load_backbone(recipe: Recipe) -> Backbone:
         return create_backbone(recipe.model, recipe.weights)
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """What runs of one recipe have in common in a process."""
+def load(job: Job, progress: Progress | None = None) -> tuple[Backbone, TaskSequence]:
+    """What runs of one recipe have in common in a process: the network, and the tasks where they will be trained on.
 
-    backbone: Backbone
-    sequence: TaskSequence  # where it will be trained on
-
-    @classmethod
-    def of(cls, job: Job, progress: Progress | None = None) -> Loaded:
-        """The job's network and tasks; refused if the network's weights are not those it was planned with."""
-        recipe, backbone = job.recipe, load_backbone(job.recipe)
-        if backbone.weights_sha256 != job.weights_sha256:
-            raise ConfituneError(
-                f"the weights of {recipe.model} ({backbone.weights}) are not those that this run was planned with: "
-                "the file has changed, or this machine has another one of that name; make them the same"
-            )
-        device = recipe.torch_device()
-        sequence = recipe.load_tasks(backbone.mean, backbone.std, progress)
-        for method in map(recipe.method, recipe.methods):  # now, not after others have been trained
-            require_scenario(recipe.scenario, method, sequence)
-            if method.joint:
-                sequence.require_joinable()
-        _require_taken(backbone, sequence)
-        return cls(backbone, place(sequence, device, recipe.pixels))
+    Refused if the network's weights are not those that the job was planned with.
+    """
+    recipe, backbone = job.recipe, load_backbone(job.recipe)
+    if backbone.weights_sha256 != job.weights_sha256:
+        raise ConfituneError(
+            f"the weights of {recipe.model} ({backbone.weights}) are not those that this run was planned with: "
+            "the file has changed, or this machine has another one of that name; make them the same"
+        )
+    device = recipe.torch_device()
+    sequence = recipe.load_tasks(backbone.mean, backbone.std, progress)
+    for method in map(recipe.method, recipe.methods):  # now, not after others have been trained
+        engine.require_scenario(recipe.scenario, method, sequence)
+        if method.joint:
+            sequence.require_joinable()
+    _require_taken(backbone, sequence)
+    return backbone, engine.place(sequence, device, recipe.pixels)
 
 
 @torch.no_grad()
@@ -172,58 +135,62 @@ def _require_taken(backbone: Backbone, sequence: TaskSequence) -> None:
             ) from error
 
 
-Show = Callable[[Job], AbstractContextManager[Listener]]
-Busy = Callable[[Job], None]
+Show = Callable[[Job], AbstractContextManager[Listener]]  # within, the listener shows the progress of a run
 
 
-def side_by_side(group: Sequence[Job], loaded: Loaded, show: Show, busy: Busy) -> list[RunResult]:
+def side_by_side(
+    group: Sequence[Job], backbone: Backbone, sequence: TaskSequence, show: Show, wait: bool
+) -> list[RunResult]:
     """Results of runs of one method, which share the device; each is written as soon as it is there.
 
-    Args:
-        show: within, the listener shows the progress of a run.
-        busy: is called where another process works in a run's folder; unless it raises, the run waits.
+    Where another process works in a run's folder, it is waited for, or the run is refused.
     """
     settings = group[0].recipe.train_settings(0, group[0].method)
-    turns = Turns(len(group), apart=steps_of(loaded.sequence[0], settings) // len(group))
+    turns = engine.Turns(len(group), apart=engine.steps_of(sequence[0], settings) // len(group))
+
+    def one(job: Job, turn: Listener) -> RunResult:
+        with exclusive(job.folder / LOCK, lambda: None if wait else _refuse(job)) as held:
+            if held:
+                remove_partial(job.folder)
+            # Of the process that was waited for, or that died right after it.
+            result = finished_runs(job.out).get(job.key)
+            if result is None:
+                with show(job) as progress:
+                    result = _trained(job, backbone, sequence, progress, turn)
+                engine.add_result(job.out / RUNS, result)
+            return result
+
     # Switches are the whole process's: set here, they stay while the runs' threads come and go.
-    with library_switches(settings, settings.step_mode(settings.torch_device())):
-        runs = [partial(_one, job, loaded, show, busy, turns.listener(turn)) for turn, job in enumerate(group)]
+    with engine.library_switches(settings, settings.step_mode(settings.torch_device())):
+        runs = [partial(one, job, turns.listener(turn)) for turn, job in enumerate(group)]
         return turns.run(runs) if len(runs) > 1 else [runs[0]()]
 
 
-def _one(job: Job, loaded: Loaded, show: Show, busy: Busy, turn: Listener) -> RunResult:
-    with exclusive(job.folder / LOCK, lambda: busy(job)) as held:
-        if held:
-            remove_partial(job.folder)
-        result = finished_runs(job.out).get(job.key)  # of the process that was waited for, or that died right after it
-        if result is None:
-            with show(job) as progress:
-                result = _trained(job, loaded, progress, turn)
-            add_result(job.out / RUNS, result)
-        return result
+def _refuse(job: Job) -> None:
+    raise ConfituneError(f"another process is working in {job.folder}; wait for it, or choose another --out folder")
 
 
-def _trained(job: Job, loaded: Loaded, progress: Listener, turn: Listener) -> RunResult:
-    folder, settings = job.folder, job.recipe.train_settings(job.seed, job.method)
-    method = job.recipe.method(job.method)
-    net = method.network(copy.deepcopy(loaded.backbone.module))
-    watching, measured = job.watch(net, loaded.sequence, settings, folder) if job.watch else ((), dict)
-    run = SequenceRun(
-        net,
-        loaded.sequence,
-        method,
-        settings,
+def _trained(job: Job, backbone: Backbone, sequence: TaskSequence, progress: Listener, turn: Listener) -> RunResult:
+    folder, settings, method = (
+        job.folder,
+        job.recipe.train_settings(job.seed, job.method),
+        job.recipe.method(job.method),
+    )
+    net = method.network(copy.deepcopy(backbone.module))
+    watching, measured = job.watch(net, sequence, settings, folder) if job.watch else ((), dict)
+    run = engine.SequenceRun(
+        *(net, sequence, method, settings),
         scenario=job.recipe.scenario,
-        pretrained=loaded.backbone.module,
+        pretrained=backbone.module,
         folder=folder,
         config=job.config,
-        listeners=(progress, CsvLog(folder), TensorBoardLog(folder), *watching, turn),
+        listeners=(progress, engine.CsvLog(folder), engine.TensorBoardLog(folder), *watching, turn),
         checkpoint_seconds=job.checkpoint_seconds,
-        weights=loaded.backbone.weights,
+        weights=backbone.weights,
         command=job.command,
     )
     run.resume()
     try:
         return run.run().model_copy(update={"measured": measured()})
-    except DivergedError as error:
+    except engine.DivergedError as error:
         raise TrainingError(str(error)) from error

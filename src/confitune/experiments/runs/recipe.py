@@ -7,7 +7,8 @@ need none, nor deep nesting, so both are refused before anything is built.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,8 @@ def make_recipe(values: Mapping[str, Any], source: str = "the options given") ->
     methods = [recipe.method(method) for method in recipe.methods]
     known = {*METHODS, *(part for method in methods for part in options_of(method))}
     if unused := set(recipe.options) - known:
-        near = difflib.get_close_matches(min(unused), known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfituneError(f"{source} set options of {min(unused)!r}, which is no part of any method{hint}")
+        part = min(unused)
+        raise ConfituneError(f"{source} set options of {part!r}, which is no part of any method{_hint(part, known)}")
     if len(set(recipe.methods)) != len(recipe.methods):
         raise ConfituneError(f"{source} name a method twice: {', '.join(recipe.methods)}")
     return recipe
@@ -128,16 +128,22 @@ def merge_settings(values: Mapping[str, Any], given: Sequence[str]) -> dict[str,
         elif name in Recipe.model_fields and name != "options":
             merged[name] = read_value(value)
         else:
-            raise ConfituneError(
-                f"--set {text}: there is no setting {name!r}{_hint(name, [option.name for option in method_options()])}"
-            )
+            options_too = [option.name for option in method_options() if option.name.endswith(f".{name}")]
+            hint = f"; did you mean {options_too[0]!r}?" if options_too else _hint(name, Recipe.model_fields)
+            raise ConfituneError(f"--set {text}: there is no setting {name!r}{hint}")
     return {**merged, "options": options} if options else merged
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
-    """The values in a recipe file, by name."""
+def read_recipe(path: Path | str) -> dict[str, Any]:
+    """The values in a recipe file, by name; where there is no such file, of the recipe that comes along under its name.
+
+    >>> read_recipe("recipes/default.yaml")["dataset"]
+    'photos'
+    """
+    path = Path(path)
     try:
-        with path.open("rb") as file:
+        own = files("confitune") / "recipes" / path.with_suffix(".yaml").name
+        with (own if own.is_file() and not path.exists() else path).open("rb") as file:
             data = file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ConfituneError(f"no recipe {path}: {getattr(error, 'strerror', None) or error}") from error
@@ -179,18 +185,11 @@ def _parse_yaml(data: bytes | str, source: str) -> Any:
 def _explained(problem: Any, source: str) -> str:
     name, given = ".".join(map(str, problem["loc"]))[:100], repr(problem["input"])[:200]
     if problem["type"] == "extra_forbidden":
-        return f"{source}: no option {name!r}{_hint(name)}"
-    if problem["type"] == "literal_error":
-        allowed = problem["ctx"]["expected"]
-        choices = allowed.replace("'", "").replace(" or ", ", ").split(", ")
-        near = difflib.get_close_matches(str(problem["input"]), choices, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        return f"{source}: {name}={given} is not known: {hint}There are {allowed}."
+        return f"{source}: no option {name!r}{_hint(name, Recipe.model_fields)}"
     return f"{source}: {name}={given}: {problem['msg']}"
 
 
-def _hint(name: str, more: Sequence[str] = ()) -> str:
-    """What may have been meant; an option is also found without its part."""
-    near = difflib.get_close_matches(name, Recipe.model_fields, 1)
-    near += [option for option in more if option.endswith(f".{name}")] or difflib.get_close_matches(name, more, 1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(Recipe.model_fields)}"
+def _hint(name: str, known: Iterable[str]) -> str:
+    """What may have been meant, or what there is."""
+    near = difflib.get_close_matches(name, known := list(known), 1)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"

@@ -1,21 +1,106 @@
-"""From a recipe to results: every (method, seed) a run, and a line in the experiment's `runs.jsonl`."""
+"""From a recipe to results: every (method, seed) a run, and a line in the experiment's `runs.jsonl`.
+
+Runs are done in a `Place`: on this machine, or elsewhere. Planning, results and summaries are the same wherever that
+is; one that is to be chosen with --on is opened by `open_place`, and nothing else knows it.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from confitune.engine import BEFORE, CHECKPOINT, Checkpoint, RunResult, command_line, differences
+from rich.console import Console
+from rich.progress import Progress
+
+from confitune import engine
+from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.reporting.report import write_pages
-from confitune.experiments.runs.identity import filled, shortened
-from confitune.experiments.runs.job import Job, TrainingError, Watch, finished_runs, load_backbone
-from confitune.experiments.runs.place import LocalPlace, Place
+from confitune.experiments.runs.identity import filled, finished_runs, shortened
+from confitune.experiments.runs.job import Job, TrainingError, Watch, groups_of, load, load_backbone, side_by_side
 from confitune.experiments.runs.recipe import Recipe
 from confitune.files import require_writable
+
+Outcomes = Iterator[tuple[Job, RunResult | ConfituneError]]
+
+
+class Place:
+    """This machine: one run after the other, or `parallel_seeds` seeds of a method at once; each gives the same.
+
+    Other places derive from it.
+    """
+
+    def __init__(self, console: Console | None = None, parallel_seeds: int = 1) -> None:
+        self.console = console or Console(quiet=True)  # where progress is shown
+        self.parallel_seeds = parallel_seeds
+
+    def say(self, text: str, style: str = "") -> None:
+        """Print a text as it is."""
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def settled(self, recipe: Recipe) -> Recipe:
+        """The recipe with everything fixed that depends on the machine that will do its runs."""
+        return recipe
+
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """Say which results will be asked for; a place that can do many runs at once begins with all of them."""
+
+    def results(self, jobs: Sequence[Job]) -> Outcomes:
+        """What became of jobs of one recipe, as it comes: a result, or why there is none.
+
+        A run that fails stops those that share its process, and no others.
+        """
+        if not jobs:
+            return
+        with engine.decoding_bar(self.console) as bar:
+            loaded = load(jobs[0], bar)
+        for group in groups_of(jobs, self.parallel_seeds):
+            board = engine.progress_board(self.console) if len(group) > 1 and self.console.is_terminal else None
+            show = partial(_progress, self.console, board)
+            try:
+                with board or nullcontext():
+                    done = side_by_side(group, *loaded, show, wait=False)
+                yield from zip(group, done, strict=True)
+            except TrainingError as error:
+                yield from ((job, error) for job in group)
+
+
+def _progress(console: Console, board: Progress | None, job: Job) -> AbstractContextManager[engine.LiveProgress]:
+    return closing(engine.LiveProgress(console, job.label, board))
+
+
+@contextmanager
+def open_place(
+    on: str = "local",
+    console: Console | None = None,
+    *,
+    parallel_seeds: int = 1,
+    gpus_per_run: float | None = None,
+    cpus_per_run: int | None = None,
+) -> Iterator[Place]:
+    """The place of this name, for as long as the context lasts; runs that are not done then are stopped.
+
+    Args:
+        on: 'local': this machine. 'ray': the Ray cluster that RAY_ADDRESS names, else one that is started here.
+            'HOST:PORT' or 'ray://HOST:PORT': the Ray cluster there.
+        parallel_seeds: so many seeds of a method share a process, here or on the cluster.
+        gpus_per_run: a process's share of GPUs on a cluster, e.g. 0.25; default: 1 where there are GPUs.
+        cpus_per_run: its CPUs.
+    """
+    if on == "local":
+        if gpus_per_run is not None or cpus_per_run is not None:
+            raise ConfituneError("--gpus-per-run and --cpus-per-run are a run's share of a cluster: add --on ray")
+        yield Place(console, parallel_seeds)
+        return
+    from confitune.experiments.runs.cluster import ray_place
+
+    with ray_place(on, console, parallel_seeds, gpus_per_run, cpus_per_run) as place:
+        yield place
 
 
 def run_recipe(
@@ -24,8 +109,7 @@ def run_recipe(
     *,
     place: Place | None = None,
     resume: bool = False,
-    checkpoint_seconds: float = 30.0,
-    watch: Watch | None = None,
+    **how: Any,
 ) -> list[RunResult]:
     """Run what the recipe asks for and is not done yet; results, logs and tables go below `out`.
 
@@ -35,15 +119,26 @@ def run_recipe(
         place: where runs are done (`open_place`); default: here, one after the other, without a word.
         resume: take finished runs as they are and go on with broken-off ones; without it, an `out` that holds any of
             them is refused, so nothing is overwritten.
-        checkpoint_seconds: a run that is killed loses at most this much work and an epoch's.
-        watch: makes listeners that measure something while a run goes on.
+        how: more of `plan_recipe`.
     """
-    place = place or LocalPlace()
-    plan = plan_recipe(recipe, out, place, resume=resume, checkpoint_seconds=checkpoint_seconds, watch=watch)
+    place = place or Place()
+    plan = plan_recipe(recipe, out, place, resume=resume, **how)
     if resume and (note := _other_settings(plan)):
-        place.console.print(f"note: {note}", style="yellow", markup=False, highlight=False)
+        place.say(f"note: {note}", "yellow")
     place.begin(plan.left)
     return finish_plan(plan, place)
+
+
+def run_plans(plans: Mapping[str, Plan], place: Place) -> Iterator[list[RunResult] | TrainingError]:
+    """What each plan gives, or why it could not be trained; a plan's name is said when its turn comes."""
+    place.begin([job for plan in plans.values() for job in plan.left])
+    for name, plan in plans.items():
+        place.say(name, "bold")
+        try:
+            yield finish_plan(plan, place)
+        except TrainingError as error:
+            place.say(f"failed: {error}", "yellow")
+            yield error
 
 
 @dataclass(frozen=True)
@@ -70,11 +165,16 @@ def plan_recipe(
     checkpoint_seconds: float = 30.0,
     watch: Watch | None = None,
 ) -> Plan:
-    """Find out what is done and what is left; whatever is wrong with that is refused before any work is done."""
+    """Find out what is done and what is left; whatever is wrong with that is refused before any work is done.
+
+    Args:
+        checkpoint_seconds: a run that is killed loses at most this much work and an epoch's.
+        watch: makes listeners that measure something while a run goes on.
+    """
     recipe = place.settled(recipe)
     backbone = load_backbone(recipe)
     jobs = [
-        Job(recipe, out, method, seed, backbone.weights_sha256, command_line(), checkpoint_seconds, watch)
+        Job(recipe, out, method, seed, backbone.weights_sha256, engine.command_line(), checkpoint_seconds, watch)
         for method in recipe.methods
         for seed in recipe.run_seeds
     ]
@@ -86,7 +186,9 @@ def plan_recipe(
     for method in dict.fromkeys(job.method for job in plan.left):  # now, not after those that can do it were trained
         recipe.method(method).network(copy.deepcopy(backbone.module))
     for job in plan.left:
-        Checkpoint.load(job.folder, job.config)  # one of another configuration is refused before any work is done
+        engine.Checkpoint.load(
+            job.folder, job.config
+        )  # one of another configuration is refused before any work is done
     if plan.left:
         require_writable(out)
     return plan
@@ -94,40 +196,35 @@ def plan_recipe(
 
 def finish_plan(plan: Plan, place: Place) -> list[RunResult]:
     """Results of all runs of a plan whose jobs the place has begun."""
-    done = dict(plan.done)
+    done, failures = dict(plan.done), dict[str, ConfituneError]()  # by key
     if done:
         with suppress(OSError):  # nothing may be left to do on a disk that is read-only by now
             write_pages(plan.out)  # a run that was killed right after its result may have left an older one
-    failures: list[tuple[Job, ConfituneError]] = []
     for job, outcome in place.results(plan.left):
         if isinstance(outcome, RunResult):
             done[job.key] = outcome
             write_pages(plan.out)
         else:
-            failures.append((job, outcome))
-    if failures:
-        error = _in_one(sorted(failures, key=lambda failure: plan.jobs.index(failure[0])))
-        if isinstance(error, TrainingError):
-            error.results = [done[job.key] for job in plan.jobs if job.key in done]
-        raise error
-    return [done[job.key] for job in plan.jobs]
-
-
-def _in_one(failures: Sequence[tuple[Job, ConfituneError]]) -> ConfituneError:
-    """One error that says all of them; runs that were stopped by the same one are named by the first."""
-    errors = {id(error): (job, error) for job, error in reversed(failures)}
-    first, *more = reversed(errors.values())
-    if not more:
-        return first[1]
-    message = "\n".join(f"{job.label}: {error}" for job, error in (first, *more))
-    diverged = all(isinstance(error, TrainingError) for _, error in errors.values())
-    return TrainingError(message) if diverged else ConfituneError(message)
+            failures[job.key] = outcome
+    if not failures:
+        return [done[job.key] for job in plan.jobs]
+    # One error says all of them; runs that were stopped by the same one are named by the first.
+    first_of = {id(failures[job.key]): job for job in reversed(plan.jobs) if job.key in failures}
+    told = [(job, failures[job.key]) for job in plan.jobs if job in first_of.values()]
+    error = told[0][1]
+    if len(told) > 1:
+        diverged = all(isinstance(error, TrainingError) for _, error in told)
+        message = "\n".join(f"{job.label}: {error}" for job, error in told)
+        error = TrainingError(message) if diverged else ConfituneError(message)
+    if isinstance(error, TrainingError):
+        error.results = [done[job.key] for job in plan.jobs if job.key in done]
+    raise error
 
 
 def _refuse_existing(jobs: Sequence[Job], finished: Mapping[str, RunResult]) -> None:
     """Refuse to do what is done or begun."""
     for job in jobs:
-        begun = any((job.folder / name).exists() for name in (CHECKPOINT, BEFORE))
+        begun = any((job.folder / name).exists() for name in (engine.CHECKPOINT, engine.BEFORE))
         if begun or job.key in finished:
             what = f"{job.out} holds a {'finished' if job.key in finished else 'broken-off'} run of {job.label}"
             raise ConfituneError(f"{what}: add --resume to take it as it is and go on, or choose another --out folder")
@@ -138,6 +235,6 @@ def _other_settings(plan: Plan) -> str:
     for job in plan.left:
         for other in plan.others:
             if (other.dataset, other.method, other.seed) == (job.recipe.dataset, job.method, job.seed):
-                differing = differences(*(filled(shortened(config)) for config in (other.config, job.config)))
+                differing = engine.differences(*(filled(shortened(config)) for config in (other.config, job.config)))
                 return f"{plan.out} has {job.label} with other settings ({differing}); it stays, this is another run"
     return ""
