@@ -29,10 +29,8 @@ from report import write_report
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from confitune.deploy import Bundle, Predictor, TaskRecord, export_bundle, folded, runners
-from confitune.deploy.format import Network
+from confitune.deploy import Bundle, Network, Predictor, TaskRecord, export_bundle, folded, runners
 from confitune.deploy.label_space import TaskFeatures
-from confitune.deploy.loading import new_network
 from confitune.nn import create_backbone
 from confitune.nn.pairing import trace_flow
 
@@ -84,7 +82,7 @@ def made(path: Path, model: str, size: int) -> None:
     with bundle.changing():
         bundle.store_pretrained(backbone.module)
         pretrained = copy.deepcopy(backbone.module).eval()
-        net = new_network(network, backbone.module)
+        net = network.around(backbone.module)
         for task in range(TASKS):
             net.add_task(str(task), [f"{task}-{label}" for label in range(CLASSES)])
             net.eval()(torch.randn(2, 3, size, size, generator=chance))

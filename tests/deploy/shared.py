@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from confitune.deploy import Bundle, Predictor, TaskRecord
-from confitune.deploy.format import Network
+from confitune.deploy import Bundle, Network, Predictor, TaskRecord
 
 
 class FakePredictor:
@@ -60,23 +59,22 @@ def contents_and_times(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {name: (data, (folder / name).stat().st_mtime_ns) for name, data in contents(folder).items()}
 
 
-def backbone_of(path: Path, head: str = "bundle.json") -> Path:
-    """The backbone that a head names."""
-    return path / "backbones" / f"{json.loads((path / head).read_bytes())['backbone']['sha256']}.safetensors"
+def backbone_of(path: Path, manifest: str = "bundle.json") -> Path:
+    """The backbone that a manifest names."""
+    return path / "backbones" / f"{json.loads((path / manifest).read_bytes())['backbone']['sha256']}.safetensors"
 
 
-def checks(path: Path) -> list[tuple[str, dict[str, float]]]:
-    """After which task tasks were checked, and how good they were, as the index has it."""
-    events = map(json.loads, (path / "index.jsonl").read_bytes().splitlines())
-    return [(event["after"], event["accuracy"]) for event in events if event["op"] == "check"]
+def checked(path: Path) -> dict[str, float | None]:
+    """How good tasks were when they were last tested."""
+    return {name: record.checked for name, record in Bundle.open(path).tasks.items()}
 
 
 def edited(path: Path, **values: Any) -> None:
-    """The head with other values, its checksum right."""
-    head = json.loads(path.read_bytes()) | values
-    del head["checksum"]
-    text = json.dumps(head, sort_keys=True, ensure_ascii=False).encode()
-    path.write_text(json.dumps(head | {"checksum": hashlib.sha256(text).hexdigest()}))
+    """A manifest with other values, its checksum right."""
+    said = json.loads(path.read_bytes()) | values
+    del said["checksum"]
+    text = json.dumps(said, sort_keys=True, ensure_ascii=False).encode()
+    path.write_text(json.dumps(said | {"checksum": hashlib.sha256(text).hexdigest()}))
 
 
 def flipped(data: bytes, position: int) -> bytes:
@@ -124,7 +122,7 @@ def add(bundle: Bundle, name: str, real: dict[str, Tensor], seed: int, **more: A
     """A task like `real`."""
     classes = tuple(f"{name} {n}" for n in range(2 + seed % 3))
     stored = bundle.store_task(perturbed(real, seed, len(classes)), classes)
-    bundle.add_task(name, TaskRecord(classes=classes, file=stored), checked={name: 50.0}, **more)
+    bundle.add_task(name, TaskRecord(classes=classes, file=stored, checked=50.0), **more)
 
 
 def settling(head):

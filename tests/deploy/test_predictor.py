@@ -13,7 +13,7 @@ from PIL import Image
 
 from confitune.deploy import Bundle, BundleError, Predictor, check_tasks, image_files, predict_files
 from confitune.tasks import DataError, DataMissingError, UnreadableImageError
-from deploy.shared import damage_task
+from deploy.shared import checked, damage_task
 
 TASKS = ("reds", "stripes", "greens", "checks", "blues", "yellows")
 
@@ -115,7 +115,7 @@ def test_what_is_known_of_tasks(predictor, taught_once):
     assert list(predictor.tasks) == list(TASKS)
     stripes = predictor.tasks["stripes"]
     assert stripes.classes == ("stripes 0", "stripes 1", "stripes 2")
-    assert (stripes.accuracy, stripes.images) == (bundle.accuracy["stripes"], 24)
+    assert (stripes.accuracy, stripes.images) == (bundle.record("stripes").checked, 24)
     assert stripes.learned == bundle.record("stripes").learned
     assert predictor.name == "6"
 
@@ -266,7 +266,7 @@ def test_guessed_and_given_tasks_in_one_batch(predictor, pixels):
 def test_check_tasks_counts_what_the_held_out_images_give(taught_once):
     bundle = Bundle.open(taught_once[3])
     checks = check_tasks(bundle, "cpu")
-    assert checks.accuracy == pytest.approx(dict(bundle.accuracy))
+    assert checks.accuracy == pytest.approx(checked(bundle.path))
     assert 100 / 3 < checks.guessed <= 100
     assert checks.unknown >= 0
     assert checks.guessed + checks.unknown < 100.001

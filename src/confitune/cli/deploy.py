@@ -38,9 +38,7 @@ def learn_command(
     into: Annotated[
         str | None, Option(metavar="TASK", help="instead of a new task: more classes or photos for one that is there")
     ] = None,
-    keep: Annotated[
-        int, Option(min=0, help="held-out photos to keep with the model, to check the task later; 0: none")
-    ] = 64,
+    keep: Annotated[int, Option(min=0, help="held-out photos to keep with the model, to test the task later")] = 0,
     check: Annotated[
         int, Option(min=0, help="earlier tasks to test again afterwards, at random where there are more; 0: none")
     ] = 20,
@@ -68,9 +66,9 @@ def learn_command(
 
     The first call makes the model from a pre-trained network; every later one adds a task. With --method best the
     network stays as it was pre-trained: a task gets a head, and where that is not enough norms and small changes of its
-    own, so earlier tasks lose nothing. A fifth of the photos (or test/) is held out to measure accuracy, and some of
-    them stay with the model: after every task the earlier ones are tested again, up to --check of them. If learning is
-    stopped or fails, the model is as it was.
+    own, so earlier tasks lose nothing. A fifth of the photos (or test/) is held out to measure accuracy. No photo stays
+    with the model, unless --keep says how many: such tasks are tested again after later ones, up to --check of them.
+    If learning is stopped or fails, the model is as it was.
 
     With --into a task that is there gets new classes, or more photos of its classes; its old photos are not needed.
     Only its head is fitted anew, so this takes seconds.
@@ -120,7 +118,7 @@ def _print_learned(console: Console, report: LearnReport, bundle: Path) -> None:
         moved = "-" if change.before is None else f"{change.after - change.before:+.1f}"
         rows.append([change.task, str(change.images), before, f"{change.after:.1f}", moved])
     rows.append([report.task, str(report.test_images), "", f"{report.accuracy:.1f}", "new"])
-    title = f"{report.task}: {len(report.classes)} classes, {report.accuracy:.1f}% right"
+    title = f"{report.task}: {len(report.record.classes)} classes, {report.accuracy:.1f}% right"
     caption = "accuracy in percent on held-out photos"
     if len(report.changes) < report.earlier:
         caption += (
@@ -128,10 +126,11 @@ def _print_learned(console: Console, report: LearnReport, bundle: Path) -> None:
             "before: when each was last tested"
         )
     console.print(terminal_table(["task", "photos", "before", "now", "change"], rows, title=title, caption=caption))
-    if report.only_head:
+    if report.record.only_head:
         say("The pre-trained features are enough for this task: only a head was fitted.")
-    kept = f", held-out photos {report.held_out_bytes / 1e6:.2f} MB" if report.held_out_bytes else ""
-    grew = f"{bundle} grew by {report.bytes / 1e6:.2f} MB ({report.numbers:,} numbers and the head)"
+    photos = report.record.held_out
+    kept = f", held-out photos {photos.bytes / 1e6:.2f} MB" if photos else ""
+    grew = f"{bundle} grew by {report.record.file.bytes / 1e6:.2f} MB ({report.numbers:,} numbers and the head)"
     say(f"{grew}{kept}; {report.seconds:.0f} s")
 
 
@@ -194,14 +193,14 @@ def tasks_command(
                 opened.copy_task(Bundle.open(copy[0]), copy[1])
     with decoding_bar(console) as testing:
         checked = check_tasks(opened, device, testing) if check else None
-    accuracy = {**opened.accuracy, **(checked.accuracy if checked else {})}
+    accuracy = checked.accuracy if checked else {}
     told: list[dict[str, Any]] = [
         {
             "task": name,
             "classes": list(record.classes),
             "images": record.images,
             "learned": record.learned,
-            "accuracy": accuracy.get(name, record.accuracy),
+            "accuracy": accuracy.get(name, record.newest_accuracy),
             "bytes": record.file.bytes,
         }
         for name, record in opened.tasks.items()

@@ -1,10 +1,9 @@
 """A net becomes a bundle, a predictor, a file for another runtime, a server."""
 
-from confitune.deploy.bundle import Bundle
+from confitune.deploy.bundle import Bundle, BundleError, Network, TaskRecord
 from confitune.deploy.doctor import examine
 from confitune.deploy.export import check_export, export_bundle, export_network
 from confitune.deploy.folding import folded
-from confitune.deploy.format import BundleError, TaskRecord
 from confitune.deploy.grow import grow, remove_class
 from confitune.deploy.held_out import Change, Checks, check_tasks
 from confitune.deploy.learn import LearnReport, LearnSettings, learn
@@ -17,6 +16,7 @@ __all__ = [
     "Checks",
     "LearnReport",
     "LearnSettings",
+    "Network",
     "Prediction",
     "Predictor",
     "TaskInfo",

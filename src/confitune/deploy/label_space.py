@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from confitune.deploy.format import BundleError
+from confitune.deploy.bundle.format import BundleError
 from confitune.engine import TrainSettings, batches
 from confitune.methods.gaussian import FeatureSums, Gaussians
 from confitune.tasks import Images, Task
@@ -79,16 +79,17 @@ class TaskFeatures:
         """With the numbers that come back from a file: sums of these can be taken back."""
         return TaskFeatures.from_state(self.state(), classes)
 
-    def only(self, kept: Mapping[int, int]) -> TaskFeatures:
-        """The images of some classes; `kept` gives their new labels by the old ones."""
-
-        def some(labels: Tensor) -> tuple[Tensor, Tensor]:
-            mine = torch.isin(labels, torch.tensor(list(kept)))
-            return mine, torch.tensor([kept[label] for label in labels[mine].tolist()], dtype=torch.int64)
-
-        (train, labels), (held_out, held_out_labels) = some(self.labels), some(self.held_out_labels)
-        own = None if self.own is None else self.own[train]
-        return TaskFeatures(self.train[train], labels, self.held_out[held_out], held_out_labels, own)
+    def without(self, gone: int) -> TaskFeatures:
+        """The images of the other classes, whose labels close the gap."""
+        train, held_out = self.labels != gone, self.held_out_labels != gone
+        labels, held_out_labels = self.labels[train], self.held_out_labels[held_out]
+        return TaskFeatures(
+            self.train[train],
+            labels - (labels > gone).long(),
+            self.held_out[held_out],
+            held_out_labels - (held_out_labels > gone).long(),
+            None if self.own is None else self.own[train],
+        )
 
     def joined(self, other: TaskFeatures) -> TaskFeatures:
         """The images of both."""

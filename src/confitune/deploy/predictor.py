@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from confitune.deploy.bundle import Bundle
+from confitune.deploy.bundle import Bundle, BundleError
 from confitune.deploy.folding import folded
-from confitune.deploy.format import BundleError
 from confitune.deploy.runners import Runners
 from confitune.engine import TrainSettings
 from confitune.errors import ConfituneError
@@ -100,9 +99,7 @@ class Predictor:
         self.bundle, self.preprocess = bundle, bundle.network.preprocess()
         self.tasks: Mapping[str, TaskInfo] = MappingProxyType(
             {
-                name: TaskInfo(
-                    record.classes, bundle.accuracy.get(name, record.accuracy), record.images, record.learned
-                )
+                name: TaskInfo(record.classes, record.newest_accuracy, record.images, record.learned)
                 for name, record in bundle.tasks.items()
             }
         )

@@ -19,7 +19,6 @@ from torch import Tensor
 from confitune.deploy.bundle import Bundle
 from confitune.deploy.export.content import Steps, content_of
 from confitune.deploy.folding import copied_to_cpu
-from confitune.deploy.held_out import decode_kept
 from confitune.errors import ConfituneError
 from confitune.files import write_whole
 from confitune.nn import ContinualNet
@@ -126,8 +125,8 @@ def export_bundle(path: Path, task: str | None, out: Path | None = None, to: str
 
 def _some_images(bundle: Bundle, task: str) -> Tensor:
     kept = bundle.held_out(task)
-    if kept is not None and len(kept["labels"]):
-        return torch.stack(decode_kept(kept, task)[:_COMPARED])
+    if kept is not None:
+        return kept.test.pixels[:_COMPARED]
     chance = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (_COMPARED, 3, CROP, CROP), dtype=torch.uint8, generator=chance)
 
