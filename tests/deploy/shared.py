@@ -98,6 +98,17 @@ def answers(path: Path) -> dict[str, Tensor]:
     return {task: torch.stack(predictor.logits(pixels, [task] * 3)) for task in predictor.tasks}
 
 
+def guess(predictor: Predictor, pixels: Tensor, among: Any = None) -> list[tuple[str | None, float | None]]:
+    """For each image the task that it is given to, or None, and how surely."""
+    found = predictor.predict(pixels, [None] * len(pixels), 1, among)
+    return [(answer.task, answer.task_confidence) for answer in found]
+
+
+def known(classes: tuple[str, ...], accuracy: float | None, images: int, learned: str) -> TaskRecord:
+    """What a server tells of a task, be it what no bundle would hold."""
+    return TaskRecord.model_construct(classes=classes, accuracy=accuracy, images=images, learned=learned)
+
+
 def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     """Wait for something that another thread does."""
     end = time.monotonic() + seconds

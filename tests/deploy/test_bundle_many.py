@@ -11,7 +11,7 @@ import torch
 
 from confitune.deploy import Bundle, BundleError, Predictor
 from confitune.engine import TaskFit
-from deploy.shared import NETWORK, add, backbone_of, checked
+from deploy.shared import NETWORK, add, backbone_of, checked, guess
 
 held_out, store = (importlib.import_module(f"confitune.deploy.{name}") for name in ("held_out", "bundle.store"))
 FEW, MANY = 10, 120
@@ -120,7 +120,7 @@ def test_what_is_ready_is_bounded_and_answers_as_if_all_were(bundles):
     for n in [*order, *order[-2:], *order[:5]]:
         (found,), (expected,) = few.logits(pixels, [f"t{n}"]), all_of_them.logits(pixels, [f"t{n}"])
         assert torch.allclose(found, expected, atol=1e-5)
-        assert len(few._loaded) == len(few._net.tasks) <= 3
+        assert len(few._heads) == len(few._net.tasks) <= 3
         assert len(few._net.head.linears) == len({len(entry.classes) for entry in few._net.tasks.values()})
     assert len(all_of_them._net.tasks) == 40
 
@@ -199,12 +199,12 @@ def test_a_guess_among_some_tasks_reads_only_those(taught_once, monkeypatch):
     path, loaded = taught_once[6], loads(monkeypatch)
     predictor = Predictor.from_bundle(path, device="cpu", unknown=False)
     pixels = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-    found = predictor.guess(pixels, ["reds", "checks", "reds"])
+    found = guess(predictor, pixels, ["reds", "checks", "reds"])
     assert set(loaded) <= {"reds", "checks"}
     assert {task for task, _ in found} <= {"reds", "checks"}
     assert all(0 < share <= 1 for _, share in found)
     assert [answer.task for answer in predictor.predict(pixels, [None, None], among=["blues"])] == ["blues", "blues"]
     with pytest.raises(BundleError, match="no task 'birds'"):
-        predictor.guess(pixels, ["reds", "birds"])
+        guess(predictor, pixels, ["reds", "birds"])
     with pytest.raises(BundleError, match="keeps no features of any of these tasks"):
-        predictor.guess(pixels, [])
+        guess(predictor, pixels, [])

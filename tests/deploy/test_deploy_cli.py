@@ -17,7 +17,7 @@ from PIL import ExifTags, Image
 from confitune import cli
 from confitune.deploy import Bundle, Predictor, check_tasks
 from confitune.methods import METHODS
-from deploy.shared import contents, plain, settling
+from deploy.shared import contents, guess, plain, settling
 
 SOURCE = Path(cli.__file__).parents[2]
 
@@ -343,7 +343,7 @@ def test_predict_a_pattern_and_guess_the_task(confitune, taught_once, new):
     assert [entry["image"] for entry in found] == [str(folder / "b.png"), str(folder / "deep/a.png")]
     predictor = Predictor.from_bundle(taught_once[3], device="cpu")
     for entry in found:
-        ((task, confidence),) = predictor.guess(predictor.decode(Path(entry["image"]))[None])
+        ((task, confidence),) = guess(predictor, predictor.decode(Path(entry["image"]))[None])
         assert entry["task"] == task
         assert entry["task_confidence"] == pytest.approx(confidence, abs=1e-4)
         assert bool(entry["classes"]) == (task is not None)
@@ -357,7 +357,7 @@ def test_predict_says_in_words_what_it_guessed(confitune, taught_once, new, tmp_
     assert said.code == 0
     lines = said.out.splitlines()
     for line, file in zip(lines, [*sorted(new.rglob("*.png")), tmp_path / "noise.png"], strict=True):
-        ((task, confidence),) = predictor.guess(predictor.decode(file)[None])
+        ((task, confidence),) = guess(predictor, predictor.decode(file)[None])
         known = f"{task} ({100 * confidence:.0f}%): {task} "
         assert line.startswith(f"{file}: " + (known if task else "unknown: it looks like nothing that was learned"))
     assert ": unknown: it looks like nothing that was learned (nearest: " in lines[-1]

@@ -7,7 +7,7 @@ from confitune.deploy.folding import folded
 from confitune.deploy.grow import grow, remove_class
 from confitune.deploy.held_out import Change, Checks, check_tasks
 from confitune.deploy.learn import LearnReport, LearnSettings, learn
-from confitune.deploy.predictor import Prediction, Predictor, TaskInfo, image_files, predict_files
+from confitune.deploy.predictor import Prediction, Predictor, image_files, predict_files
 
 __all__ = [
     "Bundle",
@@ -19,7 +19,6 @@ __all__ = [
     "Network",
     "Prediction",
     "Predictor",
-    "TaskInfo",
     "TaskRecord",
     "check_export",
     "check_tasks",

@@ -73,7 +73,8 @@ def check_tasks(bundle: Bundle, device: str = "auto", progress: Progress | None 
             continue
         accuracy[task] = evaluate(predictor.network_for(task), kept)
         if record.features is not None:
-            guesses += [(task, found) for found, _ in predictor.guess(kept.test.pixels)]
+            answers = predictor.predict(kept.test.pixels, [None] * len(kept.test), top=1)
+            guesses += [(task, answer.task) for answer in answers]
     if not guesses:
         return Checks(accuracy, None, 0.0)
     right, unknown = sum(task == found for task, found in guesses), sum(found is None for _, found in guesses)
