@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _WORTH_A_WORD = 0.01  # probability of a class of another task
 BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="a folder that `confitune learn` made")]
+Device = Annotated[str, Option(help="auto, cpu, cuda, ...")]
+Texts = list[str] | None  # of an option that may be given many times
 
 
 @app.command(name="learn", cls=SettingsCommand)
@@ -30,35 +32,22 @@ BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="a folder t
     lr="0.003 with best, else 0.01",
 )
 def learn_command(
-    folder: Annotated[
-        Path, typer.Argument(help="one folder of photos for each class; or train/ and test/ with such folders")
-    ],
+    folder: Annotated[Path, typer.Argument(help="a folder of photos for each class, or train/ and test/ with those")],
     bundle: Annotated[Path, Option(help="the model's folder; made by the first task")],
     name: Annotated[str | None, Option(help="of a new task, e.g. birds")] = None,
-    into: Annotated[
-        str | None, Option(metavar="TASK", help="instead of a new task: more classes or photos for one that is there")
-    ] = None,
+    into: Annotated[str | None, Option(metavar="TASK", help="instead: more classes or photos for this task")] = None,
     keep: Annotated[int, Option(min=0, help="held-out photos to keep with the model, to test the task later")] = 0,
-    check: Annotated[
-        int, Option(min=0, help="earlier tasks to test again afterwards, at random where there are more; 0: none")
-    ] = 20,
+    check: Annotated[int, Option(min=0, help="earlier tasks to test again, at random where there are more")] = 20,
     skip_broken: Annotated[
-        bool, Option("--skip-broken", help="learn without photos that cannot be read; they are listed")
+        bool, Option("--skip-broken", help="leave photos out that cannot be read, and list them")
     ] = False,
-    size: Annotated[
-        int | None, Option(min=32, max=224, help="for a new bundle: pixels of the network's input; default 224")
-    ] = None,
+    size: Annotated[int | None, Option(min=32, max=224, help="of a new bundle's input in pixels; default 224")] = None,
     method: Annotated[
         str | None,
         Option(help="for a new bundle: best (default, see docs/best.md), confit (the paper's), linear-probe, bn-only"),
     ] = None,
     changes: Annotated[
-        list[str] | None,
-        Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="repeatable: any other setting, e.g. optimizer=adamw or best.rank=2 (`confitune options`)",
-        ),
+        Texts, Option("--set", metavar="NAME=VALUE", help="repeatable: any other setting (`confitune options`)")
     ] = None,
     **settings: Any,
 ) -> None:
@@ -121,10 +110,8 @@ def _print_learned(console: Console, report: LearnReport, bundle: Path) -> None:
     title = f"{report.task}: {len(report.record.classes)} classes, {report.accuracy:.1f}% right"
     caption = "accuracy in percent on held-out photos"
     if len(report.changes) < report.earlier:
-        caption += (
-            f"; {len(report.changes):,} of {report.earlier:,} earlier tasks were tested (--check), chosen at random; "
-            "before: when each was last tested"
-        )
+        few = f"{len(report.changes):,} of {report.earlier:,}"
+        caption += f"; {few} earlier tasks were tested (--check), chosen at random; before: when last tested"
     console.print(terminal_table(["task", "photos", "before", "now", "change"], rows, title=title, caption=caption))
     if report.record.only_head:
         say("The pre-trained features are enough for this task: only a head was fitted.")
@@ -141,18 +128,13 @@ def tasks_command(
     remove: Annotated[
         str | None, Option(metavar="NAME", help="forget a task; its files go with the next change")
     ] = None,
-    remove_class: Annotated[
-        str | None, Option(metavar="TASK/CLASS", help="forget a class of a task; the others answer as before")
-    ] = None,
+    remove_class: Annotated[str | None, Option(metavar="TASK/CLASS", help="forget a class of a task")] = None,
     copy: Annotated[
-        tuple[Path, str] | None,
-        Option(metavar="OTHER NAME", help="take a task over from another bundle with the very same backbone"),
+        tuple[Path, str] | None, Option(metavar="OTHER NAME", help="take a task from a bundle with the same backbone")
     ] = None,
-    undo: Annotated[
-        bool, Option("--undo", help="go back to what it was before its last change; what that made is deleted")
-    ] = False,
+    undo: Annotated[bool, Option("--undo", help="go back to what it was before its last change")] = False,
     check: Annotated[bool, Option("--check", help="measure every task again on its held-out photos")] = False,
-    device: Annotated[str, Option(help="for --check: auto, cpu, cuda, ...")] = "auto",
+    device: Device = "auto",
     as_json: Annotated[bool, Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
     """List the tasks of a bundle and what each takes on disk; rename, remove or copy one; undo the last change.
@@ -194,25 +176,16 @@ def tasks_command(
     with decoding_bar(console) as testing:
         checked = check_tasks(opened, device, testing) if check else None
     accuracy = checked.accuracy if checked else {}
-    told: list[dict[str, Any]] = [
-        {
-            "task": name,
-            "classes": list(record.classes),
-            "images": record.images,
-            "learned": record.learned,
-            "accuracy": accuracy.get(name, record.newest_accuracy),
-            "bytes": record.file.bytes,
-        }
-        for name, record in opened.tasks.items()
-    ]
+    told, rows = [], []
+    for name, record in opened.tasks.items():
+        right = accuracy.get(name, record.newest_accuracy)
+        size = {"accuracy": right, "bytes": record.file.bytes}
+        told.append({"task": name, **record.model_dump(mode="json", include={"classes", "images", "learned"}), **size})
+        counts = (str(len(record.classes)), str(record.images), record.learned[:10])
+        rows.append([name, *counts, "-" if right is None else f"{right:.1f}", f"{record.file.bytes / 1e3:,.0f}"])
     if as_json:
         typer.echo(json.dumps(told, indent=1))
         return
-    rows = []
-    for task in told:
-        right = "-" if task["accuracy"] is None else f"{task['accuracy']:.1f}"
-        counts = (str(len(task["classes"])), str(task["images"]))
-        rows.append([task["task"], *counts, task["learned"][:10], right, f"{task['bytes'] / 1e3:,.0f}"])
     head = ["task", "classes", "photos", "learned", "accuracy", "KB"]
     console.print(terminal_table(head, rows, caption="accuracy in percent on held-out photos"))
     if checked and checked.guessed is not None:
@@ -227,15 +200,11 @@ def predict_command(
     bundle: BundleFolder,
     images: Annotated[list[str], typer.Argument(help="image files, folders, or patterns such as 'new/*.jpg'")],
     task: Annotated[str | None, Option(help="which task's classes; default: those of all tasks together")] = None,
-    among: Annotated[
-        list[str] | None, Option(metavar="TASK", help="of these tasks only; may be given many times")
-    ] = None,
+    among: Annotated[Texts, Option(metavar="TASK", help="of these tasks only; may be given many times")] = None,
     top: Annotated[int, Option(min=1, help="so many classes for each image")] = 5,
-    device: Annotated[str, Option(help="auto, cpu, cuda, ...")] = "auto",
+    device: Device = "auto",
     as_json: Annotated[bool, Option("--json", help="one JSON object for each image, a line each")] = False,
-    as_csv: Annotated[
-        bool, Option("--csv", help="a line for each image and class, best first; no task: unknown")
-    ] = False,
+    as_csv: Annotated[bool, Option("--csv", help="a line for each image and class; no task: unknown")] = False,
 ) -> None:
     """Say what is on photos. Images that cannot be read are named at the end; the exit code is then 1.
 
@@ -292,13 +261,11 @@ def serve_command(
     bundle: BundleFolder,
     host: Annotated[str, Option(help="0.0.0.0 to be reached from elsewhere; there is no login")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0: any free one")] = 8000,
-    device: Annotated[str, Option(help="auto, cpu, cuda, ...")] = "auto",
+    device: Device = "auto",
     max_batch: Annotated[int, Option(min=1, help="images of all requests that go through the network together")] = 32,
     queue: Annotated[int, Option(min=1, help="images that may wait; more are refused with 429")] = 256,
     max_body_mb: Annotated[int, Option(min=1, help="of one request")] = 32,
-    allow_host: Annotated[
-        list[str] | None, Option(metavar="NAME", help="a name that the server is reached by; may be given many times")
-    ] = None,
+    allow_host: Annotated[Texts, Option(metavar="NAME", help="repeatable: a name that it is reached by")] = None,
 ) -> None:
     """Answer over HTTP, with a page to drop photos on.
 

@@ -11,15 +11,10 @@ from confitune.errors import ConfituneError
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be.
+    """Something that is not as it should be."""
 
-    Attributes:
-        problem: what, with the file's name.
-        remedy: what `repair` does about it, or has done; None: nothing can be done here.
-    """
-
-    problem: str
-    remedy: str | None = None
+    problem: str  # with the file's name
+    remedy: str | None = None  # what `repair` does about it, or has done; None: nothing can be done here
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch import Tensor
 from confitune.deploy.bundle import Bundle, BundleError, TaskRecord
 from confitune.deploy.held_out import Change, joined, keep_some, without_class
 from confitune.deploy.label_space import TaskFeatures
-from confitune.deploy.learn import LearnReport, LearnSettings, load_photos, task_features, train_settings
+from confitune.deploy.learn import LearnReport, LearnSettings, load_photos, train_settings
 from confitune.engine import Listener, evaluate, place_task
 from confitune.methods.linear import fit_linear, folds_of
 from confitune.nn import ContinualNet
@@ -63,7 +63,7 @@ def grow(
         classes, training = images.classes, train_settings(settings, network.learner())
         placed = place_task(images, training.torch_device(), training.pixels)
         net.to(training.torch_device())
-        features = old.joined(task_features(net, opened.load_pretrained(), placed, training)).as_kept(len(classes))
+        features = old.joined(TaskFeatures.of(net, opened.load_pretrained(), placed, training)).as_kept(len(classes))
         kept = opened.held_out(task)
         before = None if kept is None else evaluate(net, kept, training)
         fitted = features.train if features.own is None else features.own

@@ -43,17 +43,11 @@ def without_class(images: Images, gone: int) -> Images:
 
 @dataclass(frozen=True)
 class Checks:
-    """In percent of the images kept.
+    """In percent of the images kept."""
 
-    Attributes:
-        accuracy: by task, the task known.
-        guessed: how many were given to the right task where it is not; None where nothing was kept.
-        unknown: how many were given to none.
-    """
-
-    accuracy: dict[str, float]
-    guessed: float | None
-    unknown: float
+    accuracy: dict[str, float]  # by task, the task known
+    guessed: float | None  # given to the right task where it is not known; None where nothing was kept
+    unknown: float  # given to none
 
 
 def check_tasks(bundle: Bundle, device: str = "auto", progress: Progress | None = None) -> Checks:

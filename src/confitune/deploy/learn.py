@@ -19,7 +19,7 @@ from confitune.deploy.bundle import Bundle, BundleError, MethodOptions, Network,
 from confitune.deploy.bundle.format import check_name, readable
 from confitune.deploy.folding import example_images
 from confitune.deploy.held_out import Change, check_earlier, keep_some
-from confitune.deploy.label_space import TaskFeatures, features_of
+from confitune.deploy.label_space import TaskFeatures
 from confitune.engine import DivergedError, Executor, Listener, TaskFit, epochs_of, evaluate, place_task
 from confitune.engine.evaluation import right_answers
 from confitune.methods import METHODS, Method
@@ -116,7 +116,7 @@ def learn(
         changes = check_earlier(opened, net, settings.check, settings.seed, progress)
         earlier = sum(record.held_out is not None for record in opened.tasks.values())
         listener.busy_with("keeping features of the photos")
-        features = task_features(net, pretrained, placed, training)
+        features = TaskFeatures.of(net, pretrained, placed, training)
         kept = keep_some(images.test, settings.keep, settings.seed) if settings.keep else None
         record = TaskRecord(
             classes=images.classes,
@@ -147,20 +147,6 @@ def load_photos(folder: Path, task: str, network: Network, settings: LearnSettin
         except ValueError:
             raise BundleError(f"the name of the class folder {name!r} in {folder} is no text; rename it") from None
     return images
-
-
-def task_features(net: ContinualNet, pretrained: nn.Module, task: Task, settings: TrainSettings) -> TaskFeatures:
-    """What a bundle keeps of the features of a task's images."""
-    device = next(net.parameters()).device
-    plain = pretrained.to(device).to(memory_format=torch.channels_last).eval()
-    train, held_out = (features_of(plain, task, images, settings) for images in (task.train, task.test))
-    labels, held_out_labels = task.train.labels.cpu(), task.test.labels.cpu()
-    if net.tasks[task.name].owns == ("head",):
-        return TaskFeatures(train, labels, held_out, held_out_labels)
-    net.set_task(task.name)
-    with net.evaluating():
-        own = features_of(net.features, task, task.train, settings)
-    return TaskFeatures(train, labels, held_out, held_out_labels, own)
 
 
 def _load_start(bundle: Bundle, net: ContinualNet) -> None:

@@ -50,19 +50,12 @@ class Own:
 
 @dataclass(frozen=True)
 class Content:
-    """What to write: one task, or all of them for a file that is told which.
+    """What to write: one task, or all of them for a file that is told which."""
 
-    Attributes:
-        module: the first task's network, images to logits, of stock layers alone.
-        example: a batch of its input.
-        facts: how to use the file, for its metadata; JSON can hold them.
-        tasks: of a file of several tasks, what each has of its own; `module` then has the weights that all share.
-    """
-
-    module: nn.Module
-    example: Tensor
-    facts: Mapping[str, Any]
-    tasks: Sequence[Own] = ()
+    module: nn.Module  # the first task's network, images to logits, of stock layers alone
+    example: Tensor  # a batch of its input
+    facts: Mapping[str, Any]  # how to use the file, for its metadata; JSON can hold them
+    tasks: Sequence[Own] = ()  # of several: what each has of its own; `module` then has the weights that all share
 
 
 def export_network(
