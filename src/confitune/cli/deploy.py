@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,14 +39,9 @@ def learn_command(
     into: Annotated[str | None, Option(metavar="TASK", help="instead: more classes or photos for this task")] = None,
     keep: Annotated[int, Option(min=0, help="held-out photos to keep with the model, to test the task later")] = 0,
     check: Annotated[int, Option(min=0, help="earlier tasks to test again, at random where there are more")] = 20,
-    skip_broken: Annotated[
-        bool, Option("--skip-broken", help="leave photos out that cannot be read, and list them")
-    ] = False,
+    skip_broken: Annotated[bool, Option("--skip-broken", help="leave out and list unreadable photos")] = False,
     size: Annotated[int | None, Option(min=32, max=224, help="of a new bundle's input in pixels; default 224")] = None,
-    method: Annotated[
-        str | None,
-        Option(help="for a new bundle: best (default, see docs/best.md), confit (the paper's), linear-probe, bn-only"),
-    ] = None,
+    method: Annotated[str | None, Option(help="of a new bundle: best (default), confit (the paper's), ...")] = None,
     changes: Annotated[
         Texts, Option("--set", metavar="NAME=VALUE", help="repeatable: any other setting (`confitune options`)")
     ] = None,
@@ -86,15 +82,10 @@ def learn_command(
         raise ConfituneError("; ".join(wrong)) from error
     if (name is None) == (into is None):
         raise ConfituneError("give --name for a new task, or --into for one that is there")
-    change = learn if into is None else grow
-    with stoppable("the bundle is as it was"), decoding_bar(console, lines=True) as decoding:
-        progress = LiveProgress(console, str(name or into), stages=True)
-        try:
-            report = change(
-                *(folder, str(name or into), bundle, checked), cache_dir=cache_dir, listener=progress, progress=decoding
-            )
-        finally:
-            progress.close()
+    change, task = (learn, str(name)) if into is None else (grow, into)
+    live = LiveProgress(console, task, stages=True)
+    with stoppable("the bundle is as it was"), decoding_bar(console, lines=True) as decoding, closing(live):
+        report = change(folder, task, bundle, checked, cache_dir=cache_dir, listener=live, progress=decoding)
     _print_learned(console, report, bundle)
 
 
@@ -232,10 +223,7 @@ def predict_command(
             failed += 1
             say(str(answer), "red", errors)
         elif as_json:
-            classes = [{"name": name, "probability": probability} for name, probability in answer.classes]
-            others = [dict(zip(("task", "name", "probability"), other, strict=True)) for other in answer.others]
-            found = {"task": answer.task, "task_confidence": answer.task_confidence, "classes": classes}
-            found |= {"others": others} if answer.others else {}
+            found = {key: value for key, value in answer.told(top).items() if value or key != "others"}
             typer.echo(json.dumps({"image": str(file), **found}, ensure_ascii=False))
         elif as_csv:
             table.writerows([file, answer.task or "", name, f"{share:.6f}"] for name, share in answer.classes)

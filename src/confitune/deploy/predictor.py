@@ -47,6 +47,15 @@ class Prediction:
     version: str = ""  # of the bundle that answered
     others: tuple[tuple[str, str, float], ...] = ()  # where the task was not given: classes of other tasks, best first
 
+    def told(self, top: int) -> dict[str, Any]:
+        """As JSON holds it, with so many classes."""
+        return {
+            "task": self.task,
+            "task_confidence": self.task_confidence,
+            "classes": [{"name": name, "probability": share} for name, share in self.classes[:top]],
+            "others": [{"task": task, "name": name, "probability": share} for task, name, share in self.others[:top]],
+        }
+
 
 class Predictor:
     """A bundle ready to answer. Threads may share one: they are answered one after the other, and decode together.

@@ -171,7 +171,10 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, load: Load,
         del images  # decoders have them
         found = await _wait(request, answers, limits.request_seconds)
         content = PredictAnswer(
-            predictions=[_shown(name, prediction, wanted) for name, prediction in zip(names, found, strict=True)],
+            predictions=[
+                ImagePrediction(image=name, unknown=one.task is None, version=one.version, **one.told(wanted))
+                for name, one in zip(names, found, strict=True)
+            ],
             milliseconds=round(1000 * (time.perf_counter() - began), 2),
         )
         return Response(content.model_dump_json(), media_type="application/json")
@@ -289,15 +292,3 @@ def _retrieved(found: asyncio.Future[Any]) -> None:
 async def _client_leaves(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _shown(name: str, prediction: Prediction, top: int) -> ImagePrediction:
-    return ImagePrediction(
-        image=name,
-        task=prediction.task,
-        task_confidence=prediction.task_confidence,
-        unknown=prediction.task is None,
-        classes=[ClassScore(name=label, probability=p) for label, p in prediction.classes[:top]],
-        others=[OtherScore(task=task, name=label, probability=p) for task, label, p in prediction.others[:top]],
-        version=prediction.version,
-    )
