@@ -62,8 +62,6 @@ def learn_command(
 
       confitune learn photos/birds --name birds --bundle model
 
-      confitune learn photos/trees --name trees --bundle model --epochs 20
-
       confitune learn photos/owl --into birds --bundle model
     """
     from pydantic import ValidationError
@@ -203,15 +201,12 @@ def predict_command(
 
       confitune predict model new/*.jpg --task birds
 
-      confitune predict model holiday/ --json > answers.jsonl
-
       confitune predict model holiday/ --csv --top 1 > answers.csv
     """
     with importing():
         from confitune.deploy import Predictor, image_files, predict_files
 
-    errors = Console(stderr=True)
-    files = image_files(images)
+    errors, files = Console(stderr=True), image_files(images)
     predictor = Predictor.from_bundle(bundle, device=device)
     if task is not None:
         predictor.bundle.record(task)
@@ -272,13 +267,8 @@ def serve_command(
 
     require_server_packages()
     body = max_body_mb * 1_000_000
-    limits = Limits(
-        max_batch=max_batch,
-        queue_images=queue,
-        images=min(queue, Limits.images),
-        body_bytes=body,
-        all_bodies_bytes=max(body, Limits.all_bodies_bytes),
-    )
+    of_images = {"max_batch": max_batch, "queue_images": queue, "images": min(queue, Limits.images)}
+    limits = Limits(**of_images, body_bytes=body, all_bodies_bytes=max(body, Limits.all_bodies_bytes))
     predictor = Predictor.from_bundle(bundle, device=device)
     serve(predictor, host=host, port=port, limits=limits, hosts=allow_host or ())
 

@@ -7,7 +7,6 @@ photos and to those of the new ones: it is the head that all photos at once woul
 from __future__ import annotations
 
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -16,11 +15,11 @@ from torch import Tensor
 from confitune.deploy.bundle import Bundle, BundleError, TaskRecord
 from confitune.deploy.held_out import Change, joined, keep_some, without_class
 from confitune.deploy.label_space import TaskFeatures
-from confitune.deploy.learn import LearnReport, LearnSettings, load_photos, train_settings
+from confitune.deploy.learn import LearnReport, LearnSettings, load_photos, train_settings, written
 from confitune.engine import Listener, evaluate, place_task
 from confitune.methods.linear import fit_linear, folds_of
 from confitune.nn import ContinualNet
-from confitune.tasks import Images, Progress, Task
+from confitune.tasks import Images, Progress
 
 
 def grow(
@@ -69,13 +68,12 @@ def grow(
         fitted = features.train if features.own is None else features.own
         head = fit_linear(fitted, features.labels, len(classes), folds_of(features.labels, settings.seed))
         _put_head(net, task, head.weight, head.bias, classes)
-        changes, held_out = [], None if kept is None else kept.test
+        changes, held_out = [], keep_some(images.test, settings.keep, settings.seed)
         if kept is not None:
             changes = [Change(f"{task}, earlier photos", before, evaluate(net, kept, training), len(kept.test))]
-        if settings.keep:
-            held_out = joined(held_out, keep_some(images.test, settings.keep, settings.seed))
+            held_out = joined(kept.test, held_out)
         accuracy = evaluate(net, images, training)
-        record = _replace(opened, task, net, classes, features, held_out, len(images.train) + record.images)
+        record = _replace(opened, net, task, features, held_out, len(images.train) + record.images)
     numbers, passed = net.storage()[task].beside_head, time.monotonic() - began
     return LearnReport(task, record, accuracy, len(images.test), changes, len(changes), numbers, passed)
 
@@ -94,7 +92,7 @@ def remove_class(bundle: Bundle, task: str, name: str) -> None:
     _put_head(net, task, state["head.weight"][rows], state["head.bias"][rows], classes)
     kept, some = bundle.held_out(task), features.without(gone)
     images = None if kept is None else without_class(kept.test, gone)
-    _replace(bundle, task, net, classes, some, images, record.images - len(features.labels) + len(some.labels))
+    _replace(bundle, net, task, some, images, record.images - len(features.labels) + len(some.labels))
 
 
 def _kept_features(bundle: Bundle, task: str) -> TaskFeatures:
@@ -115,27 +113,12 @@ def _put_head(net: ContinualNet, task: str, weight: Tensor, bias: Tensor, classe
 
 
 def _replace(
-    bundle: Bundle,
-    task: str,
-    net: ContinualNet,
-    classes: tuple[str, ...],
-    features: TaskFeatures,
-    held_out: Images | None,
-    images: int,
+    bundle: Bundle, net: ContinualNet, task: str, features: TaskFeatures, held_out: Images | None, images: int
 ) -> TaskRecord:
-    """Write what the task is now and commit it."""
-    changed = {
-        "classes": classes,
-        "file": bundle.store_task(net.task_state_dict(task), classes),
-        "held_out": None,
-        "features": bundle.store_features(features),
-        "images": images,
-        "learned": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-    if held_out is not None and len(held_out):
-        tested = Task(task, classes, held_out, held_out, bundle.network.preprocess())
-        accuracy = evaluate(net, tested)
-        changed |= {"held_out": bundle.store_held_out(held_out), "accuracy": accuracy, "checked": accuracy}
+    """Write what the task is now and commit it; its accuracy is that on photos that were kept, where some were."""
+    changed = {**written(bundle, net, task, features, held_out), "images": images}
+    if changed["checked"] is not None:
+        changed["accuracy"] = changed["checked"]
     record = bundle.record(task).model_copy(update=changed)
     bundle.replace_task(task, record)
     return record

@@ -28,11 +28,10 @@ def keep_some(images: Images, most: int, seed: int = 0) -> Images:
     return images.only(order[torch.argsort(place, stable=True)[:most]].sort().values)
 
 
-def joined(kept: Images | None, more: Images) -> Images:
+def joined(kept: Images, more: Images) -> Images:
     """What was kept before, and more."""
-    parts = [images for images in (kept, more) if images is not None]
-    pixels, labels = zip(*(part.batch(torch.arange(len(part))) for part in parts), strict=True)
-    return Images(torch.cat(pixels), torch.arange(sum(map(len, parts))), torch.cat(labels))
+    (pixels, labels), (new, new_labels) = (part.batch(torch.arange(len(part))) for part in (kept, more))
+    return Images(torch.cat([pixels, new]), torch.arange(len(kept) + len(more)), torch.cat([labels, new_labels]))
 
 
 def without_class(images: Images, gone: int) -> Images:

@@ -25,7 +25,7 @@ from confitune.engine.evaluation import right_answers
 from confitune.methods import METHODS, Method
 from confitune.nn import ContinualNet, create_backbone, headless
 from confitune.settings import NetworkSettings, TrainSettings
-from confitune.tasks import CROP, Progress, Task, load_folder_task
+from confitune.tasks import CROP, Images, Progress, Task, load_folder_task
 
 _log = logging.getLogger(__name__)
 _TRIED = 256  # training images that show whether anything was learned
@@ -117,24 +117,35 @@ def learn(
         earlier = sum(record.held_out is not None for record in opened.tasks.values())
         listener.busy_with("keeping features of the photos")
         features = TaskFeatures.of(net, pretrained, placed, training)
-        kept = keep_some(images.test, settings.keep, settings.seed) if settings.keep else None
         record = TaskRecord(
-            classes=images.classes,
-            file=opened.store_task(net.task_state_dict(task), images.classes),
-            held_out=None if kept is None else opened.store_held_out(kept),
-            features=opened.store_features(features),
+            **written(opened, net, task, features, keep_some(images.test, settings.keep, settings.seed)),
             accuracy=accuracy,
-            checked=None if kept is None else evaluate(net, images, training, images=kept),
             images=len(images.train),
             only_head=only_head,
             choice=method.choices.get(task, {}),
             epochs=0 if only_head else epochs_of(images, training),
-            learned=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         checked = {change.task: change.after for change in changes}
         opened.add_task(task, record, net.shared_state_dict(), checked)
     numbers, passed = net.storage()[task].beside_head, time.monotonic() - began
     return LearnReport(task, record, accuracy, len(images.test), changes, earlier, numbers, passed)
+
+
+def written(
+    bundle: Bundle, net: ContinualNet, task: str, features: TaskFeatures, kept: Images | None
+) -> dict[str, Any]:
+    """Store what a task is now, with the held-out images to keep of it; gives what its record says of that."""
+    classes, tested = net.tasks[task].classes, None
+    if kept is not None and len(kept):
+        tested = Task(task, classes, kept, kept, bundle.network.preprocess())
+    return {
+        "classes": classes,
+        "file": bundle.store_task(net.task_state_dict(task), classes),
+        "held_out": None if tested is None else bundle.store_held_out(tested.test),
+        "features": bundle.store_features(features),
+        "checked": None if tested is None else evaluate(net, tested),
+        "learned": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
 
 
 def load_photos(folder: Path, task: str, network: Network, settings: LearnSettings, **options: Any) -> Task:
