@@ -152,7 +152,7 @@ def measured(few: Path, many: Path, real: dict[str, Tensor], options: argparse.N
         "disk_mb": sum(files) / 1e6,
         "task_mb": statistics.mean(sizes) / 1e6,
         "backbone_mb": max(file.stat().st_size for file in (many / "backbones").iterdir()) / 1e6,
-        "index_mb": (many / "index.jsonl").stat().st_size / 1e6,
+        "manifest_mb": (many / "bundle.json").stat().st_size / 1e6,
     }
 
 

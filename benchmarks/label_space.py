@@ -23,10 +23,8 @@ from report import write_report
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from confitune.deploy import Bundle, Predictor, TaskRecord
-from confitune.deploy.format import Added, Network
+from confitune.deploy import Bundle, Network, Predictor, TaskRecord
 from confitune.deploy.label_space import TaskFeatures
-from confitune.deploy.loading import new_network
 from confitune.engine import TrainSettings, batches
 from confitune.methods.gaussian import FeatureSums, Gaussians
 from confitune.nn import Backbone, create_backbone
@@ -158,11 +156,11 @@ def timed(many: int, backbone: Backbone, device: str) -> dict[str, float]:
         bundle, pretrained = Bundle(Path(folder) / "model", network), backbone.module.cpu()
         with bundle.changing():
             bundle.store_pretrained(pretrained)
-            net = new_network(network, pretrained)
+            net = network.around(pretrained)
             net.add_task("0", [str(label) for label in range(_CLASSES)])
             net.eval()(torch.zeros(1, 3, 224, 224))
             net.finish_task()
-            events = []
+            tasks = {}
             for number in range(many):
                 labels = torch.arange(_CLASSES).repeat(_IMAGES // _CLASSES)
                 features = torch.rand(len(labels), net.head.features, generator=chance)
@@ -172,8 +170,8 @@ def timed(many: int, backbone: Backbone, device: str) -> dict[str, float]:
                 state["image_size"] = torch.tensor([224, 224])
                 classes = tuple(f"{number}-{label}" for label in range(_CLASSES))
                 files = {"file": bundle.store_task(state, classes), "features": bundle.store_features(kept)}
-                events.append(Added(task=str(number), record=TaskRecord(classes=classes, **files)))
-            bundle._commit(events, net.shared_state_dict())
+                tasks[str(number)] = TaskRecord(classes=classes, **files)
+            bundle._commit(tasks, net.shared_state_dict())
         predictor = Predictor(Bundle.open(Path(folder) / "model"), device=device)
         pixels = torch.randint(0, 256, (1, 3, 224, 224), dtype=torch.uint8, generator=chance)
         times: dict[str, list[float]] = {"given": [], "guessed": []}

@@ -80,13 +80,13 @@ def learned(
     opened = Bundle.open(bundle)
     checks = check_tasks(opened, options.device)
     start, end = [report.accuracy for report in reports], [checks.accuracy[folder.name] for folder in folders]
-    heads = [4 * (len(report.classes) * 1281) for report in reports]
+    heads = [4 * (len(report.record.classes) * 1281) for report in reports]
     return {
         "how": how,
         "learned": start,
         "end": end,
         "lost": [a - b for a, b in zip(start[:-1], end[:-1], strict=True)],
-        "bytes_a_task": max(report.bytes - head for report, head in zip(reports, heads, strict=True)),
+        "bytes_a_task": max(report.record.file.bytes - head for report, head in zip(reports, heads, strict=True)),
         "numbers_a_task": max(report.numbers for report in reports),
         "guessed": checks.guessed,
         "unknown": checks.unknown,

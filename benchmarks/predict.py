@@ -29,10 +29,8 @@ from report import write_report
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from confitune.deploy import Bundle, Predictor, TaskRecord, export_bundle, folded, runners
-from confitune.deploy.format import Network
+from confitune.deploy import Bundle, Network, Predictor, TaskRecord, export_bundle, folded, folding
 from confitune.deploy.label_space import TaskFeatures
-from confitune.deploy.loading import new_network
 from confitune.nn import create_backbone
 from confitune.nn.pairing import trace_flow
 
@@ -84,7 +82,7 @@ def made(path: Path, model: str, size: int) -> None:
     with bundle.changing():
         bundle.store_pretrained(backbone.module)
         pretrained = copy.deepcopy(backbone.module).eval()
-        net = new_network(network, backbone.module)
+        net = network.around(backbone.module)
         for task in range(TASKS):
             net.add_task(str(task), [f"{task}-{label}" for label in range(CLASSES)])
             net.eval()(torch.randn(2, 3, size, size, generator=chance))
@@ -119,9 +117,9 @@ def timed(bundle: Bundle, scratch: Path, batch: int, options: argparse.Namespace
     session = onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
     plain = fused(folded(bundle.load_network(["0"]), "0"))
     predictors = {"with onnxruntime": ready(bundle), "without": None}
-    find_spec, runners.find_spec = runners.find_spec, lambda package: None
+    find_spec, folding.find_spec = folding.find_spec, lambda package: None
     predictors["without"] = ready(bundle)
-    runners.find_spec = find_spec
+    folding.find_spec = find_spec
     calls: Calls = {"onnxruntime on our own export": lambda: session.run(None, {"images": images.numpy()})}
     calls["folded torch"] = lambda: plain(images)
     for how, predictor in predictors.items():

@@ -411,13 +411,14 @@ def many_table(numbers: Numbers) -> str:
         for name, row in numbers["times"].items()
     ]
     ready, end = numbers["memory_ready_mb"], numbers["memory_end_mb"]
+    listing = "manifest" if "manifest_mb" in numbers else "index"  # before format 3
     sizes = [
         ["memory of a predictor without tasks in it", count(numbers["memory_start_mb"])],
         [f"with {numbers['ready']} ready", count(ready)],
         [f"after {numbers['predicted']:,} different ones, {numbers['ready']} ready", count(end)],
         ["disk, a task", f"{numbers['task_mb']:.2f}"],
         ["disk, the backbone", f"{numbers['backbone_mb']:.1f}"],
-        ["disk, the index", f"{numbers['index_mb']:.1f}"],
+        [f"disk, the {listing}", f"{numbers[f'{listing}_mb']:.1f}"],
         ["disk, all", count(numbers["disk_mb"])],
     ]
     return table(head, rows) + "\n" + table(["megabytes", f"{numbers['tasks']:,} tasks"], sizes)

@@ -143,8 +143,8 @@ def teach(photos: Callable[[str], Path], decoded: Path, new_bundle: dict[str, An
     """Teaches a bundle a task in under a second; keywords are settings."""
 
     def teach(task: str, bundle: Path, *, folder: Path | None = None, name: str | None = None, **given: Any):
-        usual = {"epochs": 4, "batch_size": 4, "lr": 0.02, "device": "cpu"}
-        start = {} if (bundle / "bundle.json").exists() else new_bundle
+        usual = {"epochs": 4, "batch_size": 4, "lr": 0.02, "device": "cpu", "keep": 64}
+        start = {} if Bundle.exists(bundle) else new_bundle
         settings = LearnSettings(**{**usual, **start, **given})
         return learn(folder or photos(task), name or task, bundle, settings, cache_dir=decoded)
 

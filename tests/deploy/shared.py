@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from confitune.deploy import Bundle, Predictor, TaskRecord
-from confitune.deploy.format import Network
+from confitune.deploy import Bundle, Network, Predictor, TaskRecord
 
 
 class FakePredictor:
@@ -60,23 +59,22 @@ def contents_and_times(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {name: (data, (folder / name).stat().st_mtime_ns) for name, data in contents(folder).items()}
 
 
-def backbone_of(path: Path, head: str = "bundle.json") -> Path:
-    """The backbone that a head names."""
-    return path / "backbones" / f"{json.loads((path / head).read_bytes())['backbone']['sha256']}.safetensors"
+def backbone_of(path: Path, manifest: str = "bundle.json") -> Path:
+    """The backbone that a manifest names."""
+    return path / "backbones" / f"{json.loads((path / manifest).read_bytes())['backbone']['sha256']}.safetensors"
 
 
-def checks(path: Path) -> list[tuple[str, dict[str, float]]]:
-    """After which task tasks were checked, and how good they were, as the index has it."""
-    events = map(json.loads, (path / "index.jsonl").read_bytes().splitlines())
-    return [(event["after"], event["accuracy"]) for event in events if event["op"] == "check"]
+def checked(path: Path) -> dict[str, float | None]:
+    """How good tasks were when they were last tested."""
+    return {name: record.checked for name, record in Bundle.open(path).tasks.items()}
 
 
 def edited(path: Path, **values: Any) -> None:
-    """The head with other values, its checksum right."""
-    head = json.loads(path.read_bytes()) | values
-    del head["checksum"]
-    text = json.dumps(head, sort_keys=True, ensure_ascii=False).encode()
-    path.write_text(json.dumps(head | {"checksum": hashlib.sha256(text).hexdigest()}))
+    """A manifest with other values, its checksum right."""
+    said = json.loads(path.read_bytes()) | values
+    del said["checksum"]
+    text = json.dumps(said, sort_keys=True, ensure_ascii=False).encode()
+    path.write_text(json.dumps(said | {"checksum": hashlib.sha256(text).hexdigest()}))
 
 
 def flipped(data: bytes, position: int) -> bytes:
@@ -98,6 +96,17 @@ def answers(path: Path) -> dict[str, Tensor]:
     predictor = Predictor.from_bundle(path, device="cpu")
     pixels = torch.randint(0, 256, (3, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
     return {task: torch.stack(predictor.logits(pixels, [task] * 3)) for task in predictor.tasks}
+
+
+def guess(predictor: Predictor, pixels: Tensor, among: Any = None) -> list[tuple[str | None, float | None]]:
+    """For each image the task that it is given to, or None, and how surely."""
+    found = predictor.predict(pixels, [None] * len(pixels), 1, among)
+    return [(answer.task, answer.task_confidence) for answer in found]
+
+
+def known(classes: tuple[str, ...], accuracy: float | None, images: int, learned: str) -> TaskRecord:
+    """What a server tells of a task, be it what no bundle would hold."""
+    return TaskRecord.model_construct(classes=classes, accuracy=accuracy, images=images, learned=learned)
 
 
 def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
@@ -124,7 +133,7 @@ def add(bundle: Bundle, name: str, real: dict[str, Tensor], seed: int, **more: A
     """A task like `real`."""
     classes = tuple(f"{name} {n}" for n in range(2 + seed % 3))
     stored = bundle.store_task(perturbed(real, seed, len(classes)), classes)
-    bundle.add_task(name, TaskRecord(classes=classes, file=stored), checked={name: 50.0}, **more)
+    bundle.add_task(name, TaskRecord(classes=classes, file=stored, checked=50.0), **more)
 
 
 def settling(head):

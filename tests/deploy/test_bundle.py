@@ -11,25 +11,25 @@ import torch
 from safetensors import safe_open
 
 from confitune.deploy import Bundle, BundleError, TaskRecord, check_tasks, examine
-from confitune.deploy.format import EMPTY, StoredFile, chained, check_name
-from confitune.deploy.held_out import decode_kept
+from confitune.deploy.bundle import StoredFile
+from confitune.deploy.bundle.format import check_name
 from confitune.nn import XconvNorms
 from confitune.tasks import load_folder_task
 from deploy.shared import NETWORK as SMALLER
-from deploy.shared import backbone_of, checks, damage_task, edited, flipped
+from deploy.shared import backbone_of, damage_task, edited, flipped
 from deploy.shared import contents_and_times as contents
 
 NETWORK = SMALLER.model_copy(update={"size": 64})
 
 
-def backbone_name(path, head="bundle.json"):
-    """The backbone that a head names, as `contents` calls it."""
-    return backbone_of(path, head).relative_to(path).as_posix()
+def backbone_name(path, manifest="bundle.json"):
+    """The backbone that a manifest names, as `contents` calls it."""
+    return backbone_of(path, manifest).relative_to(path).as_posix()
 
 
-def sums_name(path, head="bundle.json"):
-    """The sums of features that a head names, likewise."""
-    return f"features/{json.loads((path / head).read_bytes())['sums']['sha256']}.safetensors"
+def sums_name(path, manifest="bundle.json"):
+    """The sums of features that a manifest names, likewise."""
+    return f"features/{json.loads((path / manifest).read_bytes())['sums']['sha256']}.safetensors"
 
 
 def no_way_back(path):
@@ -53,7 +53,7 @@ def by_hand(path, net, network=NETWORK):
                 epochs=3,
                 learned="2026-05-01T12:00:00+00:00",
             )
-            bundle.add_task(task, record, net.shared_state_dict(), {task: 75.0})
+            bundle.add_task(task, record, net.shared_state_dict(), checked={task: 75.0})
     return bundle
 
 
@@ -85,9 +85,8 @@ def test_a_bundle_made_by_hand_reopens_as_it_was(trained, images, tmp_path):
     assert again.record("pets").classes == ("cat", "dog", "hare")
     assert (again.record("pets").accuracy, again.record("pets").images, again.record("pets").epochs) == (87.5, 12, 3)
     assert again.network == NETWORK
-    assert dict(again.accuracy) == {"pets": 75.0, "birds": 75.0}
-    assert checks(again.path) == [("pets", {"pets": 75.0}), ("birds", {"birds": 75.0})]
-    assert (again.lineage, again.written) == (made.lineage, made.written)
+    assert [record.checked for record in again.tasks.values()] == [75.0, 75.0]
+    assert (again.lineage, again.version, again.written) == (made.lineage, made.version, made.written)
     assert again.held_out("pets") is None
     loaded = again.load_network(["pets", "birds"])
     assert loaded.current_task == "birds"
@@ -118,13 +117,14 @@ def test_the_same_tensors_are_the_same_file(taught):
     with bundle.changing():
         for _ in range(5):  # safetensors' own order of several metadata entries would differ before long
             assert bundle.store_task(bundle.task_state("reds"), ["reds 0", "reds 1"]) == bundle.record("reds").file
-            assert bundle.store_held_out(bundle.held_out("reds")) == bundle.record("reds").held_out
+            assert bundle.store_held_out(bundle.held_out("reds").test) == bundle.record("reds").held_out
+        bundle.sweep()
     assert contents(path) == before
 
 
 def test_files_are_text_or_safetensors_that_say_what_they_are(taught):
     path = taught(2)
-    endings = {"bundle.json": 1, "bundle.before.json": 1, "index.jsonl": 1, ".safetensors": 11}
+    endings = {"bundle.json": 1, "bundle.before.json": 1, ".safetensors": 11}
     files = [file for file in path.rglob("*") if file.is_file() and file.name != ".lock"]
     assert sum(endings.values()) == len(files)
     for file in files:
@@ -133,14 +133,11 @@ def test_files_are_text_or_safetensors_that_say_what_they_are(taught):
         assert b"PK\x03\x04" not in data or file.parent.name == "held-out"  # which may have it among its pixels
         if file.suffix == ".safetensors":
             assert hashlib.sha256(data).hexdigest() == file.stem
-        elif file.suffix == ".json":
-            assert json.loads(data)["format"] == 2
         else:
-            assert [json.loads(line)["op"] for line in data.splitlines()] == ["add", "check", "add", "check"]
+            assert json.loads(data)["format"] == 3
     with safe_open(path / "tasks" / f"{Bundle.open(path).record('reds').file.sha256}.safetensors", "pt") as opened:
         about = json.loads(opened.metadata()["confitune"])
-    assert about["format"] == "confitune task 1"
-    assert about["classes"] == ["reds 0", "reds 1"]
+    assert (about["holds"], about["classes"]) == ("tasks", ["reds 0", "reds 1"])
     assert (about["model"], about["means"], about["size"]) == ("test_byobnet", "window", 32)
 
 
@@ -149,9 +146,8 @@ def test_kept_images_are_the_test_images_bit_for_bit(taught_once, photos, decode
     task = load_folder_task(photos("reds"), "reds", mean=(0,) * 3, std=(1,) * 3, cache_dir=decoded)
     pixels, labels = task.test.batch(torch.arange(4))
     kept = bundle.held_out("reds")
-    assert kept["labels"].tolist() == labels.tolist() == [0, 0, 1, 1]
-    assert torch.equal(torch.stack(decode_kept(kept, "reds")), pixels)
-    assert bundle.record("reds").held_out_images == 4
+    assert kept.test.labels.tolist() == labels.tolist() == [0, 0, 1, 1]
+    assert torch.equal(kept.test.pixels, pixels)
 
 
 # ---- changes ---------------------------------------------------------------------------------------------------------
@@ -160,22 +156,18 @@ def test_kept_images_are_the_test_images_bit_for_bit(taught_once, photos, decode
 def test_rename_keeps_order_files_and_accuracy(taught):
     path = taught(3)
     bundle, before, expected = Bundle.open(path), contents(path), logits(Bundle.open(path), "reds")
-    accuracy = bundle.accuracy["reds"]
+    accuracy = bundle.record("reds").checked
     two_changes_ago = {backbone_name(path, "bundle.before.json"), sums_name(path, "bundle.before.json")}
     with bundle.changing():
         bundle.rename_task("reds", "red things")
     for found in (bundle, Bundle.open(path)):
         assert list(found.tasks) == ["red things", "stripes", "greens"]
-        assert found.accuracy["red things"] == accuracy
-        assert "reds" not in found.accuracy
+        assert found.record("red things").checked == accuracy
         assert torch.equal(logits(found, "red things"), expected)
     after = contents(path)
     assert set(before) - set(after) == two_changes_ago
-    assert {name for name in after if after.get(name) != before.get(name)} == {
-        "bundle.json",
-        "bundle.before.json",
-        "index.jsonl",
-    }
+    changed = {name for name in after if after.get(name) != before.get(name)}
+    assert changed == {"bundle.json", "bundle.before.json"}
     with bundle.changing(), pytest.raises(BundleError, match="has a task 'stripes' already"):
         bundle.rename_task("red things", "stripes")
     with bundle.changing(), pytest.raises(BundleError, match="no task 'reds'; it has 'red things', 'stripes', 'gre"):
@@ -191,7 +183,6 @@ def test_a_removed_tasks_files_go_with_the_next_change_and_nothing_else(taught):
         bundle.remove_task("stripes")
     for found in (bundle, Bundle.open(path)):
         assert list(found.tasks) == ["reds", "greens"]
-        assert set(found.accuracy) == {"reds", "greens"}
     assert set(before) - set(contents(path)) == two_changes_ago
     again = Bundle.open(path)  # what is kept is known to another process, too
     with again.changing():
@@ -258,7 +249,7 @@ def test_copy_to_a_bundle_with_the_same_backbone(taught):
     assert found.record("red again") == source.record("reds")
     assert torch.equal(logits(found, "red again"), logits(source, "reds"))
     assert same_tensors(found.task_state("red again"), source.task_state("reds"))
-    assert same_tensors(found.held_out("red again"), source.held_out("reds"))
+    assert torch.equal(found.held_out("red again").test.pixels, source.held_out("reds").test.pixels)
     assert found.lineage == source.lineage
 
 
@@ -282,14 +273,12 @@ def test_copy_between_kinds_of_means_is_refused_though_weights_agree(trained, tm
     assert contents(target.path) == before
 
 
-def test_adding_appends_and_leaves_earlier_files_alone(taught, teach):
+def test_adding_leaves_earlier_files_alone(taught, teach):
     path = taught(2)
     before, old = contents(path), Bundle.open(path)
     old_backbone, older_backbone = backbone_name(path), backbone_name(path, "bundle.before.json")
     teach("greens", path)
     after, new = contents(path), Bundle.open(path)
-    assert after["index.jsonl"][0].startswith(before["index.jsonl"][0])
-    assert len(after["index.jsonl"][0].splitlines()) == 6
     kept = [name for name in before if name.startswith(("tasks/", "held-out/"))]
     assert len(kept) == 4
     assert all(after[name] == before[name] for name in kept)
@@ -302,7 +291,7 @@ def test_adding_appends_and_leaves_earlier_files_alone(taught, teach):
     assert after["bundle.before.json"][0] == before["bundle.json"][0]
     lineage = f"{old.lineage} {new_backbone[len('backbones/') : -len('.safetensors')]}"
     assert new.lineage == hashlib.sha256(lineage.encode()).hexdigest()
-    assert [dict(new.tasks)[task] for task in old.tasks] == list(old.tasks.values())
+    assert [new.record(task).file for task in old.tasks] == [record.file for record in old.tasks.values()]
 
 
 def test_what_another_opened_bundle_changed_is_seen(taught):
@@ -373,7 +362,7 @@ def test_odd_names_reach_no_file_outside(taught, tmp_path, name):
     assert found.record(name) == found.record(f"{name[:98]}!")
     with bundle.changing():
         bundle.remove_task(name)
-    assert {*tmp_path.rglob("*")} == before | {path / "bundle.before.json"}
+    assert {*tmp_path.rglob("*")} == before
     assert {*tmp_path.parent.iterdir()} == above
 
 
@@ -449,16 +438,15 @@ def read_everything(path):
     bundle = Bundle.open(path)
     for task in bundle.tasks:
         bundle.task_state(task)
-        decode_kept(bundle.held_out(task), task)
+        bundle.held_out(task)
         bundle.features(task)
     bundle.label_space()
     bundle.load_pretrained()
     return bundle.load_network(list(bundle.tasks))
 
 
-@pytest.mark.parametrize("name", ["bundle.json", "index.jsonl"])
-def test_flipped_bytes_of_the_text_are_noticed(taught, name):
-    path = no_way_back(taught(2))
+def test_flipped_bytes_of_the_manifest_are_noticed(taught):
+    path, name = no_way_back(taught(2)), "bundle.json"
     file = path / name
     data = file.read_bytes()
     assert len(data) > 800
@@ -490,36 +478,21 @@ def test_flipped_bytes_of_tensors_are_noticed(taught, folder, files):
 def test_truncated_longer_and_missing_files_are_noticed(taught):
     path = no_way_back(taught(2))
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name != ".lock"]
-    assert len(files) == 11
+    assert len(files) == 10
     for file in files:
         data = file.read_bytes()
         for cut in (data[: len(data) // 2], data[:-2], b""):
             file.write_bytes(cut)
             with pytest.raises(BundleError, match=file.name):
                 read_everything(path)
-        if file.name != "index.jsonl":
-            file.write_bytes(data + b"x")
-            with pytest.raises(BundleError, match=file.name):
-                read_everything(path)
+        file.write_bytes(data + b"x")
+        with pytest.raises(BundleError, match=file.name):
+            read_everything(path)
         file.unlink()
         with pytest.raises(BundleError, match=rf"{file.name} cannot be read|holds no bundle"):
             read_everything(path)
         file.write_bytes(data)
     assert list(read_everything(path).tasks) == ["reds", "stripes"]
-
-
-def test_what_follows_the_indexs_committed_end_is_ignored_and_then_gone(taught):
-    path = taught(2)
-    index = path / "index.jsonl"
-    committed = index.read_bytes()
-    for rest in (b'{"op":"add","task":"half a li', b'{"op":"remove","task":"reds"}\n', b"\0" * 5000):
-        index.write_bytes(committed + rest)
-        assert list(read_everything(path).tasks) == ["reds", "stripes"]
-    bundle = Bundle.open(path)
-    with bundle.changing():
-        bundle.rename_task("reds", "rot")
-    assert index.read_bytes() == committed + b'{"op":"rename","task":"reds","to":"rot"}\n'
-    assert list(Bundle.open(path).tasks) == ["rot", "stripes"]
 
 
 def test_leftovers_of_a_killed_process_go_with_the_next_change(taught):
@@ -528,17 +501,15 @@ def test_leftovers_of_a_killed_process_go_with_the_next_change(taught):
     name = "ab" * 32
     for left in (f"tasks/{name}.safetensors", f"backbones/{name}.{'0' * 32}.partial", f"bundle.{'1' * 32}.partial"):
         (path / left).write_bytes(b"half")
-    (path / ".unfinished").touch()  # there before any other file is written
     assert list(read_everything(path).tasks) == ["reds"]
     with Bundle.open(path).changing():
-        assert set(contents(path)) == before | {".unfinished"}
-    assert set(contents(path)) == before
+        assert set(contents(path)) == before
 
 
 @pytest.mark.parametrize(
     "text", ["", "{}", "[]", "null", "7", '{"checksum": 3}', "[" * 100_000, "\xff", '{"format": "1", "checksum": ""}']
 )
-def test_other_json_is_no_head(tmp_path, text):
+def test_other_json_is_no_manifest(tmp_path, text):
     (tmp_path / "bundle.json").write_text(text, encoding="latin-1")
     with pytest.raises(BundleError, match=r"bundle\.json is damaged"):
         Bundle.open(tmp_path)
@@ -547,16 +518,19 @@ def test_other_json_is_no_head(tmp_path, text):
 @pytest.mark.parametrize(
     "values",
     [
-        {"format": "2"},
-        {"index_bytes": -1},
+        {"format": "3"},
+        {"tasks": []},
+        {"written": 3},
         {"lineage": "../../x"},
-        {"backbone": {"sha256": "../../../etc/passwd", "bytes": 3}},
+        {"backbone": {"folder": "backbones", "sha256": "../../../etc/passwd", "bytes": 3}},
+        {"backbone": {"folder": "..", "sha256": "0" * 64, "bytes": 3}},
         {"surprise": 1},
     ],
 )
-def test_a_head_that_says_what_no_head_says_is_refused(taught, values):
+def test_a_manifest_that_says_what_none_says_is_refused(taught, values):
     path = taught(1)
     edited(path / "bundle.json", **values)
+    (path / "bundle.before.json").unlink()
     with pytest.raises(BundleError, match=r"bundle\.json is damaged, or no bundle's"):
         Bundle.open(path)
 
@@ -565,7 +539,7 @@ def test_a_file_with_another_content_under_its_true_hash_is_no_tensor(taught):
     path = taught(1)
     bundle = Bundle.open(path)
     data = b"\x80\x04\x95 a pickle"
-    stored = StoredFile(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+    stored = StoredFile(folder="tasks", sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
     with bundle.changing():
         (path / "tasks" / f"{stored.sha256}.safetensors").write_bytes(data)
         bundle.add_task("bad", bundle.record("reds").model_copy(update={"file": stored}))
@@ -604,10 +578,10 @@ def test_nothing_is_changed_without_a_lock(taught, monkeypatch):
         pytest.fail("it was changed")
 
 
-def test_one_wrong_bit_in_the_head_before_is_damage_and_no_other_version(taught):
+def test_one_wrong_bit_in_the_manifest_before_is_damage_and_no_other_version(taught):
     path = taught(2)
     text = (path / "bundle.before.json").read_text()
-    (path / "bundle.before.json").write_text(text.replace('"format": 2', '"format": 3'))
+    (path / "bundle.before.json").write_text(text.replace('"format": 3', '"format": 2'))
     bundle = Bundle.open(path)
     assert bundle.damage is None
     with bundle.changing():
@@ -618,8 +592,7 @@ def test_one_wrong_bit_in_the_head_before_is_damage_and_no_other_version(taught)
 
 def test_learning_into_a_bundle_without_tasks_says_so(taught, teach):
     path = taught(1)
-    (path / "index.jsonl").write_bytes(b"")
-    edited(path / "bundle.json", index_bytes=0, index_chain=hashlib.sha256(b"").hexdigest())
+    edited(path / "bundle.json", tasks={})
     with pytest.raises(BundleError, match="no task that a new one could start from"):
         teach("stripes", path)
 
@@ -633,15 +606,11 @@ EVIL = ("\x1b[2J", "a\nb", "a\rb", "\u202egnp.exe", "\x9b31m", "a\u2028b")
 @pytest.mark.parametrize("place", ["task", "class"])
 def test_names_that_a_terminal_would_obey_are_refused_on_reading(taught, name, place):
     path = taught(1)
-    line, *rest = (path / "index.jsonl").read_bytes().splitlines(keepends=True)
-    event = json.loads(line)
-    if place == "task":
-        event["task"] = name
-    else:
-        event["record"]["classes"][0] = name
-    lines = [json.dumps(event).encode() + b"\n", *rest]
-    (path / "index.jsonl").write_bytes(b"".join(lines))
-    edited(path / "bundle.json", index_bytes=sum(map(len, lines)), index_chain=chained(EMPTY, lines))
+    (path / "bundle.before.json").unlink()
+    record = json.loads((path / "bundle.json").read_bytes())["tasks"]["reds"]
+    if place == "class":
+        record["classes"][0] = name
+    edited(path / "bundle.json", tasks={name if place == "task" else "reds": record})
     with pytest.raises(BundleError, match="damaged") as refused:
         Bundle.open(path)
     assert name not in str(refused.value)
@@ -652,20 +621,24 @@ def test_names_of_other_scripts_are_names():
         assert check_name(name) == name
 
 
-def test_held_out_images_without_labels_are_damaged(taught):
+@pytest.mark.parametrize(
+    "wrong", [{"labels": torch.tensor([0, 7])}, {"labels": torch.tensor([0])}, {"pixels": torch.zeros(2)}, {}]
+)
+def test_held_out_images_that_are_none_are_damaged(taught, wrong):
     bundle = Bundle.open(taught(1))
-    kept = {key: tensor for key, tensor in bundle.held_out("reds").items() if key != "labels"}
+    kept = {"pixels": torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "labels": torch.tensor([0, 1]), **wrong}
+    kept = kept if wrong else {"pixels": kept["pixels"]}
     with bundle.changing():
-        record = bundle.record("reds").model_copy(update={"held_out": bundle.store_held_out(kept)})
+        record = bundle.record("reds").model_copy(update={"held_out": bundle._files.store("held-out", kept)})
         bundle.add_task("again", record)
     with pytest.raises(BundleError, match="held-out images of task 'again' are damaged"):
         check_tasks(bundle, "cpu")
 
 
-def test_a_bundle_of_one_task_that_lost_its_head_is_not_overwritten(taught, teach):
+def test_a_bundle_of_one_task_that_lost_its_manifest_is_not_overwritten(taught, teach):
     path = taught(1)
     (path / "bundle.json").unlink()
     before = contents(path)
-    with pytest.raises(BundleError, match=r"holds tasks but no bundle\.json"):
+    with pytest.raises(BundleError, match="Nothing is changed while it is damaged"):
         teach("stripes", path)
     assert contents(path) == before

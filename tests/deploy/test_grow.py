@@ -13,7 +13,7 @@ from confitune.methods.linear import fit_linear, folds_of
 from deploy.shared import answers, contents, settling
 
 TASKS = ("reds", "stripes", "greens", "blues", "yellows")
-SETTINGS = LearnSettings(device="cpu", batch_size=4)
+SETTINGS = LearnSettings(device="cpu", batch_size=4, keep=64)
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ def right(predictor, pixels, task, into=None):
 def test_new_classes_join_a_task_and_the_old_ones_stay(path, photos, decoded, pixels, task):
     before, other = answers(path), "greens" if task == "reds" else "reds"
     report = grow(photos("stripes"), task, path, SETTINGS, cache_dir=decoded)
-    assert report.classes == (f"{task} 0", f"{task} 1", "stripes 0", "stripes 1", "stripes 2")
+    assert report.record.classes == (f"{task} 0", f"{task} 1", "stripes 0", "stripes 1", "stripes 2")
     (change,) = report.changes
     assert (change.task, change.images) == (f"{task}, earlier photos", 4)
     bundle, predictor = Bundle.open(path), Predictor.from_bundle(path, device="cpu")
     record = bundle.record(task)
-    assert (record.classes, record.images, record.only_head) == (report.classes, 16 + 24, task == "reds")
-    assert record.held_out_images == 4 + 6
+    assert (record.classes, record.images, record.only_head) == (report.record.classes, 16 + 24, task == "reds")
+    assert len(bundle.held_out(task).test) == 4 + 6
     assert right(predictor, pixels, task) >= 6
     assert right(predictor, pixels, "stripes", into=task) >= 6
     assert torch.equal(answers(path)[other], before[other])
@@ -82,7 +82,7 @@ def test_more_photos_of_a_class_that_is_there(path, photos, decoded, tmp_path):
     more = tmp_path / "more"
     shutil.copytree(photos("reds") / "reds 1", more / "reds 1")
     report = grow(more, "reds", path, SETTINGS, cache_dir=decoded)
-    assert report.classes == ("reds 0", "reds 1")
+    assert report.record.classes == ("reds 0", "reds 1")
     features = Bundle.open(path).features("reds")
     assert features.labels.bincount().tolist() == [8, 16]
 
@@ -90,7 +90,7 @@ def test_more_photos_of_a_class_that_is_there(path, photos, decoded, tmp_path):
 def test_a_folder_of_images_alone_is_a_class(path, photos, decoded, tmp_path):
     shutil.copytree(photos("greens") / "greens 0", tmp_path / "leaf")
     report = grow(tmp_path / "leaf", "reds", path, SETTINGS, cache_dir=decoded)
-    assert report.classes == ("reds 0", "reds 1", "leaf")
+    assert report.record.classes == ("reds 0", "reds 1", "leaf")
 
 
 def test_the_label_space_is_that_of_learning_in_any_order(path, photos, decoded, pixels, tmp_path):
@@ -128,7 +128,7 @@ def test_a_class_is_forgotten_and_the_others_answer_as_before(path, photos, deco
     bundle = Bundle.open(path)
     assert bundle.record(task).classes == (f"{task} 0", f"{task} 1", "stripes 1", "stripes 2")
     assert bundle.record(task).images == 32
-    assert sorted(set(bundle.held_out(task)["labels"].tolist())) == [0, 1, 2, 3]
+    assert sorted(set(bundle.held_out(task).test.labels.tolist())) == [0, 1, 2, 3]
     after = Predictor.from_bundle(path, device="cpu").logits(pixels[task], [task] * 8)
     for old, new in zip(before, after, strict=True):
         torch.testing.assert_close(old[[0, 1, 3, 4]], new)
@@ -178,7 +178,7 @@ def test_hostile_features_take_no_memory(path):
     state = bundle.features("reds").state()
     state["train"], state["train.scale"] = torch.zeros(100_000, 1, dtype=torch.int8), torch.zeros(1, 50_000)
     with bundle.changing():
-        stored = bundle._store("features", state, {})
+        stored = bundle._files.store("features", state)
         record = bundle.record("reds").model_copy(update={"features": stored})
         bundle.replace_task("reds", record)  # it is not guessed any more, and that is said
     with pytest.raises(BundleError, match="train has no scale for each image"):

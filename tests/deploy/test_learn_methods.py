@@ -170,7 +170,7 @@ def test_a_network_without_batch_norm_learns_answers_and_guesses(teach, pixels, 
         new = {}
         if task == "reds":
             first = answers(path)["reds"]
-    assert not report.only_head
+    assert not report.record.only_head
     assert report.changes[0].before == report.changes[0].after
     found = answers(path)
     assert torch.equal(found["reds"], first)
@@ -202,6 +202,6 @@ def test_a_network_of_linear_layers_that_the_file_cannot_hold_is_not_built(real,
     with bundle.changing():
         record = TaskRecord(classes=("a", "b"), file=bundle.store_task(real, ["a", "b"]))
         bundle.add_task("a", record, {"patch_embed.proj.weight": torch.zeros(1408, 3, 14, 14)})
-    monkeypatch.setattr("confitune.deploy.loading.build_model", lambda name: pytest.fail("memory was taken"))
+    monkeypatch.setattr("confitune.deploy.bundle.bundle.build_model", lambda name: pytest.fail("memory was taken"))
     with pytest.raises(BundleError, match="bytes cannot be the weights of vit_giant_patch14_224: they take 4"):
         bundle.load_network()

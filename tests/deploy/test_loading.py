@@ -56,8 +56,8 @@ def test_a_network_that_the_file_cannot_hold_is_not_built(real, tmp_path, monkey
     bundle = Bundle(tmp_path / "model", NETWORK)
     with bundle.changing():
         add(bundle, "a", real, 1, shared={"stem.weight": torch.zeros(3)})
-    monkeypatch.setattr("confitune.deploy.loading.build_model", lambda name: pytest.fail("memory was taken"))
-    with pytest.raises(BundleError, match=r"\.safetensors: 156 bytes cannot be the weights of test_byobnet"):
+    monkeypatch.setattr("confitune.deploy.bundle.bundle.build_model", lambda name: pytest.fail("memory was taken"))
+    with pytest.raises(BundleError, match=r"\.safetensors: 148 bytes cannot be the weights of test_byobnet"):
         bundle.load_network()
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from confitune.deploy import Bundle, BundleError, Predictor, check_tasks, image_files, predict_files
 from confitune.tasks import DataError, DataMissingError, UnreadableImageError
-from deploy.shared import damage_task
+from deploy.shared import checked, damage_task, guess
 
 TASKS = ("reds", "stripes", "greens", "checks", "blues", "yellows")
 
@@ -115,7 +115,7 @@ def test_what_is_known_of_tasks(predictor, taught_once):
     assert list(predictor.tasks) == list(TASKS)
     stripes = predictor.tasks["stripes"]
     assert stripes.classes == ("stripes 0", "stripes 1", "stripes 2")
-    assert (stripes.accuracy, stripes.images) == (bundle.accuracy["stripes"], 24)
+    assert (stripes.newest_accuracy, stripes.images) == (bundle.record("stripes").checked, 24)
     assert stripes.learned == bundle.record("stripes").learned
     assert predictor.name == "6"
 
@@ -137,9 +137,9 @@ def test_two_ready_tasks_answer_like_all(predictor, pixels, taught_once):
         batch = torch.cat([pixels[task][n % 8 : n % 8 + 1] for n, task in enumerate(tasks)])
         assert close(few.logits(batch, tasks), predictor.logits(batch, tasks))
         assert 1 <= len(few._net.tasks) <= 2
-        assert set(few._net.tasks) == set(few._loaded)
+        assert set(few._net.tasks) == set(few._heads)
     images = torch.cat([pixels[task][:2] for task in TASKS])
-    assert few.guess(images) == predictor.guess(images)
+    assert guess(few, images) == guess(predictor, images)
     assert len(few._net.tasks) == 2
     given = [*["reds", "stripes", "greens"] * 3, None, None, None]
     found, expected = few.predict(images, given), predictor.predict(images, given)
@@ -160,7 +160,7 @@ def test_the_task_used_longest_ago_makes_room(taught_once, pixels):
         ("reds", ["greens", "reds"]),
     ):
         few.network_for(task)
-        assert list(few._loaded) == held
+        assert list(few._heads) == held
 
 
 def test_at_least_one_task_is_ready(taught_once, pixels, predictor):
@@ -189,7 +189,7 @@ def test_a_damaged_task_does_not_keep_others_from_answering(taught, pixels):
 
 def test_tasks_that_look_different_are_told_apart(taught_once, pixels):
     predictor = Predictor(Bundle.open(taught_once[6]), device="cpu", unknown=False)
-    guessed = {task: predictor.guess(pixels[task]) for task in TASKS}
+    guessed = {task: guess(predictor, pixels[task]) for task in TASKS}
     right = sum(found == task for task in TASKS for found, _ in guessed[task])
     assert right >= 36  # of 48; by chance 8
     assert all(1 / 6 <= share <= 1 for task in TASKS for _, share in guessed[task])
@@ -200,14 +200,14 @@ def test_images_far_from_all_tasks_are_of_none(taught_once, pixels):
     chance = torch.Generator().manual_seed(0)
     noise = torch.randint(0, 256, (8, 3, 224, 224), dtype=torch.uint8, generator=chance)
     usual = Predictor(bundle, device="cpu")
-    assert [found for found, _ in usual.guess(noise)] == [None] * 8
-    assert sum(found is None for task in TASKS for found, _ in usual.guess(pixels[task])) < 16  # of 48
+    assert [found for found, _ in guess(usual, noise)] == [None] * 8
+    assert sum(found is None for task in TASKS for found, _ in guess(usual, pixels[task])) < 16  # of 48
     (answer,) = usual.predict(noise[:1], [None])
     assert answer.task is None
     assert answer.classes  # what it looks like most
     assert 0 <= answer.task_confidence <= 1
     always = Predictor(bundle, device="cpu", unknown=False)
-    assert None not in [found for found, _ in always.guess(noise)]
+    assert None not in [found for found, _ in guess(always, noise)]
 
 
 def test_a_guess_gives_probabilities_of_all_classes_of_all_tasks(taught_once, pixels):
@@ -234,13 +234,15 @@ def test_the_leading_task_shares_out_its_probability(taught_once, pixels):
 
 def test_a_guess_takes_two_passes_however_many_tasks_there_are(taught_once, pixels, monkeypatch):
     predictor = Predictor(Bundle.open(taught_once[6]), device="cpu", unknown=False)
-    clear = [n for n, (task, share) in enumerate(predictor.guess(pixels["reds"])) if task == "reds" and share > 0.9]
+    clear = [n for n, (task, share) in enumerate(guess(predictor, pixels["reds"])) if task == "reds" and share > 0.9]
     assert clear
     asked = []
     logits = predictor._logits
-    monkeypatch.setattr(predictor, "_logits", lambda images, tasks: asked.append(tasks) or logits(images, tasks))
+    monkeypatch.setattr(
+        predictor, "_logits", lambda images, task: asked.append((len(images), task)) or logits(images, task)
+    )
     predictor.predict(pixels["reds"][clear], [None] * len(clear))
-    assert asked == [[], ["reds"] * len(clear)]
+    assert asked == [(len(clear), "reds")]
 
 
 def test_a_guess_among_some_tasks_is_of_these(taught_once, pixels):
@@ -256,7 +258,7 @@ def test_guessed_and_given_tasks_in_one_batch(predictor, pixels):
     batch = torch.cat([pixels["reds"][:1], pixels["greens"][:1], pixels["stripes"][:1]])
     answers = predictor.predict(batch, ["blues", None, "stripes"])
     assert (answers[0].task, answers[0].task_confidence) == ("blues", None)
-    ((task, confidence),) = predictor.guess(batch[1:2])
+    ((task, confidence),) = guess(predictor, batch[1:2])
     assert answers[1].task == task
     assert answers[1].task_confidence == pytest.approx(confidence, abs=1e-5)
     (alone,) = predictor.predict(batch[2:], ["stripes"])
@@ -266,7 +268,7 @@ def test_guessed_and_given_tasks_in_one_batch(predictor, pixels):
 def test_check_tasks_counts_what_the_held_out_images_give(taught_once):
     bundle = Bundle.open(taught_once[3])
     checks = check_tasks(bundle, "cpu")
-    assert checks.accuracy == pytest.approx(dict(bundle.accuracy))
+    assert checks.accuracy == pytest.approx(checked(bundle.path))
     assert 100 / 3 < checks.guessed <= 100
     assert checks.unknown >= 0
     assert checks.guessed + checks.unknown < 100.001

@@ -18,8 +18,6 @@ from PIL import Image
 from safetensors.torch import load, save
 
 from confitune.deploy import Bundle, LearnSettings, Predictor, examine, learn
-from confitune.deploy.format import EMPTY, chained
-from confitune.deploy.held_out import decode_kept
 from confitune.files import checksum_of
 from confitune.methods import METHODS
 from deploy.shared import settling
@@ -42,8 +40,7 @@ def fuzz(watch: Watch) -> None:
             bundle.load_task(net, task)
             net.drop_task(task)
             bundle.features(task)
-            if (kept := bundle.held_out(task)) is not None:
-                decode_kept(kept, task)
+            bundle.held_out(task)
         bundle.label_space()
 
     def restored(work: Any) -> Any:
@@ -62,17 +59,10 @@ def fuzz(watch: Watch) -> None:
         use()
 
     @restored
-    def head(values: Any) -> None:
+    def manifest(values: Any) -> None:
         (model / "bundle.json").write_text(_sealed(values))
         use()
         Predictor.from_bundle(model, device="cpu").predict(pixels, [None])
-
-    @restored
-    def index(case: tuple[int, Any]) -> None:
-        lines = files[Path("index.jsonl")].splitlines(keepends=True)
-        lines[case[0]] = as_json(case[1], depth=500).encode() + b"\n"
-        _rewrite(model, lines)
-        use()
 
     @restored
     def tensors(case: tuple[Path, bytes]) -> None:
@@ -88,14 +78,12 @@ def fuzz(watch: Watch) -> None:
         examine(model)
 
     use()
-    small = [path for path in files if path.suffix in (".json", ".jsonl")]
+    small = [path for path in files if path.suffix == ".json"]
     large = [path for path in files if path.suffix == ".safetensors"]
-    events = [json.loads(line) for line in files[Path("index.jsonl")].splitlines()]
     mine = [path for path in large if path.parts[0] != "backbones"]
     watch.try_many(_of(small, lambda path: damaged(files[path])), damage, 200)
     watch.try_many(_of(large, lambda path: damaged(files[path])), damage, 100)
-    watch.try_many(changed(json.loads(files[Path("bundle.json")])), head, 150)
-    watch.try_many(_of(range(len(events)), lambda n: changed(events[n])), index, 200)
+    watch.try_many(changed(json.loads(files[Path("bundle.json")])), manifest, 350)
     watch.try_many(_of(mine, lambda path: _header(files[path])), tensors, 150)
     watch.try_many(_of(mine, lambda path: damaged(files[path])), tensors, 100)
     watch.try_many(_of(mine, lambda path: _other_tensors(files[path])), other_tensors, 200)
@@ -117,7 +105,7 @@ def _teach(model: Path) -> None:
                 values = chance.integers(0, 100, (16, 16, 3)) + 100 * label
                 Image.fromarray(values.astype(np.uint8)).save(folder / f"{task} {label}" / f"{n}.png")
         new = {"model": "test_byobnet", "weights": "none", "size": 32} if task == "reds" else {}
-        settings = LearnSettings(epochs=10, lr=0.02, batch_size=4, device="cpu", **new)
+        settings = LearnSettings(epochs=10, lr=0.02, batch_size=4, device="cpu", keep=4, **new)
         with patch.object(METHODS["best"], "settle", settling(head=task == "reds")):
             learn(folder, task, model, settings, cache_dir=model.parent / "cache")
 
@@ -132,7 +120,7 @@ def _restore(model: Path, files: dict[Path, bytes]) -> None:
 
 
 def _sealed(values: Any) -> str:
-    """A head with the checksum that belongs to it, where there is one."""
+    """A manifest with the checksum that belongs to it, where there is one."""
     if not isinstance(values, dict) or holds_deep(values):
         return as_json(values)
     values = {name: value for name, value in values.items() if name != "checksum"}
@@ -142,28 +130,24 @@ def _sealed(values: Any) -> str:
         return as_json(values)
 
 
-def _rewrite(model: Path, lines: list[bytes]) -> None:
-    """The index with other lines, and a head that says so."""
-    (model / "index.jsonl").write_bytes(b"".join(lines))
-    values = json.loads((model / "bundle.json").read_bytes())
-    values |= {"index_bytes": sum(map(len, lines)), "index_chain": chained(EMPTY, lines)}
-    (model / "bundle.json").write_text(_sealed(values))
-
-
 def _exchange(model: Path, path: Path, data: bytes) -> None:
     """Another file in the place of one, under its own hash, wherever that is named."""
     name = hashlib.sha256(data).hexdigest()
     size = (model / path).stat().st_size
     (model / path).unlink()
     (model / path.parent / f"{name}.safetensors").write_bytes(data)
-    before = f'"sha256":"{path.stem}","bytes":{size}'.encode()
-    after = f'"sha256":"{name}","bytes":{len(data)}'.encode()
-    text = (model / "index.jsonl").read_bytes().replace(before, after)
-    values = json.loads((model / "bundle.json").read_bytes())
-    if values["backbone"]["sha256"] == path.stem:
-        values["backbone"] = {"sha256": name, "bytes": len(data)}
-        (model / "bundle.json").write_text(_sealed(values))
-    _rewrite(model, text.splitlines(keepends=True))
+    text = (model / "bundle.json").read_text().replace(path.stem, name)
+    values = _resized(json.loads(text), name, size, len(data))
+    (model / "bundle.json").write_text(_sealed(values))
+
+
+def _resized(values: Any, name: str, size: int, new: int) -> Any:
+    """A manifest that says of a file how long it is now."""
+    if isinstance(values, dict):
+        if values.get("sha256") == name and values.get("bytes") == size:
+            return {**values, "bytes": new}
+        return {key: _resized(value, name, size, new) for key, value in values.items()}
+    return values
 
 
 @st.composite

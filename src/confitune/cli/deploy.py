@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _WORTH_A_WORD = 0.01  # probability of a class of another task
 BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="a folder that `confitune learn` made")]
+Device = Annotated[str, Option(help="auto, cpu, cuda, ...")]
+Texts = list[str] | None  # of an option that may be given many times
 
 
 @app.command(name="learn", cls=SettingsCommand)
@@ -30,37 +33,17 @@ BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="a folder t
     lr="0.003 with best, else 0.01",
 )
 def learn_command(
-    folder: Annotated[
-        Path, typer.Argument(help="one folder of photos for each class; or train/ and test/ with such folders")
-    ],
+    folder: Annotated[Path, typer.Argument(help="a folder of photos for each class, or train/ and test/ with those")],
     bundle: Annotated[Path, Option(help="the model's folder; made by the first task")],
     name: Annotated[str | None, Option(help="of a new task, e.g. birds")] = None,
-    into: Annotated[
-        str | None, Option(metavar="TASK", help="instead of a new task: more classes or photos for one that is there")
-    ] = None,
-    keep: Annotated[
-        int, Option(min=0, help="held-out photos to keep with the model, to check the task later; 0: none")
-    ] = 64,
-    check: Annotated[
-        int, Option(min=0, help="earlier tasks to test again afterwards, at random where there are more; 0: none")
-    ] = 20,
-    skip_broken: Annotated[
-        bool, Option("--skip-broken", help="learn without photos that cannot be read; they are listed")
-    ] = False,
-    size: Annotated[
-        int | None, Option(min=32, max=224, help="for a new bundle: pixels of the network's input; default 224")
-    ] = None,
-    method: Annotated[
-        str | None,
-        Option(help="for a new bundle: best (default, see docs/best.md), confit (the paper's), linear-probe, bn-only"),
-    ] = None,
+    into: Annotated[str | None, Option(metavar="TASK", help="instead: more classes or photos for this task")] = None,
+    keep: Annotated[int, Option(min=0, help="held-out photos to keep with the model, to test the task later")] = 0,
+    check: Annotated[int, Option(min=0, help="earlier tasks to test again, at random where there are more")] = 20,
+    skip_broken: Annotated[bool, Option("--skip-broken", help="leave out and list unreadable photos")] = False,
+    size: Annotated[int | None, Option(min=32, max=224, help="of a new bundle's input in pixels; default 224")] = None,
+    method: Annotated[str | None, Option(help="of a new bundle: best (default), confit (the paper's), ...")] = None,
     changes: Annotated[
-        list[str] | None,
-        Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="repeatable: any other setting, e.g. optimizer=adamw or best.rank=2 (`confitune options`)",
-        ),
+        Texts, Option("--set", metavar="NAME=VALUE", help="repeatable: any other setting (`confitune options`)")
     ] = None,
     **settings: Any,
 ) -> None:
@@ -68,9 +51,9 @@ def learn_command(
 
     The first call makes the model from a pre-trained network; every later one adds a task. With --method best the
     network stays as it was pre-trained: a task gets a head, and where that is not enough norms and small changes of its
-    own, so earlier tasks lose nothing. A fifth of the photos (or test/) is held out to measure accuracy, and some of
-    them stay with the model: after every task the earlier ones are tested again, up to --check of them. If learning is
-    stopped or fails, the model is as it was.
+    own, so earlier tasks lose nothing. A fifth of the photos (or test/) is held out to measure accuracy. No photo stays
+    with the model, unless --keep says how many: such tasks are tested again after later ones, up to --check of them.
+    If learning is stopped or fails, the model is as it was.
 
     With --into a task that is there gets new classes, or more photos of its classes; its old photos are not needed.
     Only its head is fitted anew, so this takes seconds.
@@ -78,8 +61,6 @@ def learn_command(
     [bold]Examples[/bold]
 
       confitune learn photos/birds --name birds --bundle model
-
-      confitune learn photos/trees --name trees --bundle model --epochs 20
 
       confitune learn photos/owl --into birds --bundle model
     """
@@ -99,15 +80,10 @@ def learn_command(
         raise ConfituneError("; ".join(wrong)) from error
     if (name is None) == (into is None):
         raise ConfituneError("give --name for a new task, or --into for one that is there")
-    change = learn if into is None else grow
-    with stoppable("the bundle is as it was"), decoding_bar(console, lines=True) as decoding:
-        progress = LiveProgress(console, str(name or into), stages=True)
-        try:
-            report = change(
-                *(folder, str(name or into), bundle, checked), cache_dir=cache_dir, listener=progress, progress=decoding
-            )
-        finally:
-            progress.close()
+    change, task = (learn, str(name)) if into is None else (grow, into)
+    live = LiveProgress(console, task, stages=True)
+    with stoppable("the bundle is as it was"), decoding_bar(console, lines=True) as decoding, closing(live):
+        report = change(folder, task, bundle, checked, cache_dir=cache_dir, listener=live, progress=decoding)
     _print_learned(console, report, bundle)
 
 
@@ -120,18 +96,17 @@ def _print_learned(console: Console, report: LearnReport, bundle: Path) -> None:
         moved = "-" if change.before is None else f"{change.after - change.before:+.1f}"
         rows.append([change.task, str(change.images), before, f"{change.after:.1f}", moved])
     rows.append([report.task, str(report.test_images), "", f"{report.accuracy:.1f}", "new"])
-    title = f"{report.task}: {len(report.classes)} classes, {report.accuracy:.1f}% right"
+    title = f"{report.task}: {len(report.record.classes)} classes, {report.accuracy:.1f}% right"
     caption = "accuracy in percent on held-out photos"
     if len(report.changes) < report.earlier:
-        caption += (
-            f"; {len(report.changes):,} of {report.earlier:,} earlier tasks were tested (--check), chosen at random; "
-            "before: when each was last tested"
-        )
+        few = f"{len(report.changes):,} of {report.earlier:,}"
+        caption += f"; {few} earlier tasks were tested (--check), chosen at random; before: when last tested"
     console.print(terminal_table(["task", "photos", "before", "now", "change"], rows, title=title, caption=caption))
-    if report.only_head:
+    if report.record.only_head:
         say("The pre-trained features are enough for this task: only a head was fitted.")
-    kept = f", held-out photos {report.held_out_bytes / 1e6:.2f} MB" if report.held_out_bytes else ""
-    grew = f"{bundle} grew by {report.bytes / 1e6:.2f} MB ({report.numbers:,} numbers and the head)"
+    photos = report.record.held_out
+    kept = f", held-out photos {photos.bytes / 1e6:.2f} MB" if photos else ""
+    grew = f"{bundle} grew by {report.record.file.bytes / 1e6:.2f} MB ({report.numbers:,} numbers and the head)"
     say(f"{grew}{kept}; {report.seconds:.0f} s")
 
 
@@ -142,18 +117,13 @@ def tasks_command(
     remove: Annotated[
         str | None, Option(metavar="NAME", help="forget a task; its files go with the next change")
     ] = None,
-    remove_class: Annotated[
-        str | None, Option(metavar="TASK/CLASS", help="forget a class of a task; the others answer as before")
-    ] = None,
+    remove_class: Annotated[str | None, Option(metavar="TASK/CLASS", help="forget a class of a task")] = None,
     copy: Annotated[
-        tuple[Path, str] | None,
-        Option(metavar="OTHER NAME", help="take a task over from another bundle with the very same backbone"),
+        tuple[Path, str] | None, Option(metavar="OTHER NAME", help="take a task from a bundle with the same backbone")
     ] = None,
-    undo: Annotated[
-        bool, Option("--undo", help="go back to what it was before its last change; what that made is deleted")
-    ] = False,
+    undo: Annotated[bool, Option("--undo", help="go back to what it was before its last change")] = False,
     check: Annotated[bool, Option("--check", help="measure every task again on its held-out photos")] = False,
-    device: Annotated[str, Option(help="for --check: auto, cpu, cuda, ...")] = "auto",
+    device: Device = "auto",
     as_json: Annotated[bool, Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
     """List the tasks of a bundle and what each takes on disk; rename, remove or copy one; undo the last change.
@@ -194,26 +164,17 @@ def tasks_command(
                 opened.copy_task(Bundle.open(copy[0]), copy[1])
     with decoding_bar(console) as testing:
         checked = check_tasks(opened, device, testing) if check else None
-    accuracy = {**opened.accuracy, **(checked.accuracy if checked else {})}
-    told: list[dict[str, Any]] = [
-        {
-            "task": name,
-            "classes": list(record.classes),
-            "images": record.images,
-            "learned": record.learned,
-            "accuracy": accuracy.get(name, record.accuracy),
-            "bytes": record.file.bytes,
-        }
-        for name, record in opened.tasks.items()
-    ]
+    accuracy = checked.accuracy if checked else {}
+    told, rows = [], []
+    for name, record in opened.tasks.items():
+        right = accuracy.get(name, record.newest_accuracy)
+        size = {"accuracy": right, "bytes": record.file.bytes}
+        told.append({"task": name, **record.model_dump(mode="json", include={"classes", "images", "learned"}), **size})
+        counts = (str(len(record.classes)), str(record.images), record.learned[:10])
+        rows.append([name, *counts, "-" if right is None else f"{right:.1f}", f"{record.file.bytes / 1e3:,.0f}"])
     if as_json:
         typer.echo(json.dumps(told, indent=1))
         return
-    rows = []
-    for task in told:
-        right = "-" if task["accuracy"] is None else f"{task['accuracy']:.1f}"
-        counts = (str(len(task["classes"])), str(task["images"]))
-        rows.append([task["task"], *counts, task["learned"][:10], right, f"{task['bytes'] / 1e3:,.0f}"])
     head = ["task", "classes", "photos", "learned", "accuracy", "KB"]
     console.print(terminal_table(head, rows, caption="accuracy in percent on held-out photos"))
     if checked and checked.guessed is not None:
@@ -228,15 +189,11 @@ def predict_command(
     bundle: BundleFolder,
     images: Annotated[list[str], typer.Argument(help="image files, folders, or patterns such as 'new/*.jpg'")],
     task: Annotated[str | None, Option(help="which task's classes; default: those of all tasks together")] = None,
-    among: Annotated[
-        list[str] | None, Option(metavar="TASK", help="of these tasks only; may be given many times")
-    ] = None,
+    among: Annotated[Texts, Option(metavar="TASK", help="of these tasks only; may be given many times")] = None,
     top: Annotated[int, Option(min=1, help="so many classes for each image")] = 5,
-    device: Annotated[str, Option(help="auto, cpu, cuda, ...")] = "auto",
+    device: Device = "auto",
     as_json: Annotated[bool, Option("--json", help="one JSON object for each image, a line each")] = False,
-    as_csv: Annotated[
-        bool, Option("--csv", help="a line for each image and class, best first; no task: unknown")
-    ] = False,
+    as_csv: Annotated[bool, Option("--csv", help="a line for each image and class; no task: unknown")] = False,
 ) -> None:
     """Say what is on photos. Images that cannot be read are named at the end; the exit code is then 1.
 
@@ -244,15 +201,12 @@ def predict_command(
 
       confitune predict model new/*.jpg --task birds
 
-      confitune predict model holiday/ --json > answers.jsonl
-
       confitune predict model holiday/ --csv --top 1 > answers.csv
     """
     with importing():
         from confitune.deploy import Predictor, image_files, predict_files
 
-    errors = Console(stderr=True)
-    files = image_files(images)
+    errors, files = Console(stderr=True), image_files(images)
     predictor = Predictor.from_bundle(bundle, device=device)
     if task is not None:
         predictor.bundle.record(task)
@@ -264,10 +218,7 @@ def predict_command(
             failed += 1
             say(str(answer), "red", errors)
         elif as_json:
-            classes = [{"name": name, "probability": probability} for name, probability in answer.classes]
-            others = [dict(zip(("task", "name", "probability"), other, strict=True)) for other in answer.others]
-            found = {"task": answer.task, "task_confidence": answer.task_confidence, "classes": classes}
-            found |= {"others": others} if answer.others else {}
+            found = {key: value for key, value in answer.told(top).items() if value or key != "others"}
             typer.echo(json.dumps({"image": str(file), **found}, ensure_ascii=False))
         elif as_csv:
             table.writerows([file, answer.task or "", name, f"{share:.6f}"] for name, share in answer.classes)
@@ -293,13 +244,11 @@ def serve_command(
     bundle: BundleFolder,
     host: Annotated[str, Option(help="0.0.0.0 to be reached from elsewhere; there is no login")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0: any free one")] = 8000,
-    device: Annotated[str, Option(help="auto, cpu, cuda, ...")] = "auto",
+    device: Device = "auto",
     max_batch: Annotated[int, Option(min=1, help="images of all requests that go through the network together")] = 32,
     queue: Annotated[int, Option(min=1, help="images that may wait; more are refused with 429")] = 256,
     max_body_mb: Annotated[int, Option(min=1, help="of one request")] = 32,
-    allow_host: Annotated[
-        list[str] | None, Option(metavar="NAME", help="a name that the server is reached by; may be given many times")
-    ] = None,
+    allow_host: Annotated[Texts, Option(metavar="NAME", help="repeatable: a name that it is reached by")] = None,
 ) -> None:
     """Answer over HTTP, with a page to drop photos on.
 
@@ -318,13 +267,8 @@ def serve_command(
 
     require_server_packages()
     body = max_body_mb * 1_000_000
-    limits = Limits(
-        max_batch=max_batch,
-        queue_images=queue,
-        images=min(queue, Limits.images),
-        body_bytes=body,
-        all_bodies_bytes=max(body, Limits.all_bodies_bytes),
-    )
+    of_images = {"max_batch": max_batch, "queue_images": queue, "images": min(queue, Limits.images)}
+    limits = Limits(**of_images, body_bytes=body, all_bodies_bytes=max(body, Limits.all_bodies_bytes))
     predictor = Predictor.from_bundle(bundle, device=device)
     serve(predictor, host=host, port=port, limits=limits, hosts=allow_host or ())
 

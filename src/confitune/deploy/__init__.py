@@ -1,14 +1,13 @@
 """A net becomes a bundle, a predictor, a file for another runtime, a server."""
 
-from confitune.deploy.bundle import Bundle
+from confitune.deploy.bundle import Bundle, BundleError, Network, TaskRecord
 from confitune.deploy.doctor import examine
 from confitune.deploy.export import check_export, export_bundle, export_network
 from confitune.deploy.folding import folded
-from confitune.deploy.format import BundleError, TaskRecord
 from confitune.deploy.grow import grow, remove_class
 from confitune.deploy.held_out import Change, Checks, check_tasks
 from confitune.deploy.learn import LearnReport, LearnSettings, learn
-from confitune.deploy.predictor import Prediction, Predictor, TaskInfo, image_files, predict_files
+from confitune.deploy.predictor import Prediction, Predictor, image_files, predict_files
 
 __all__ = [
     "Bundle",
@@ -17,9 +16,9 @@ __all__ = [
     "Checks",
     "LearnReport",
     "LearnSettings",
+    "Network",
     "Prediction",
     "Predictor",
-    "TaskInfo",
     "TaskRecord",
     "check_export",
     "check_tasks",

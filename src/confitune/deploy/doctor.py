@@ -5,23 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from confitune.deploy.bundle import Bundle
-from confitune.deploy.format import DamagedError
-from confitune.deploy.held_out import decode_kept
+from confitune.deploy.bundle import Bundle, DamagedError
 from confitune.errors import ConfituneError
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be.
+    """Something that is not as it should be."""
 
-    Attributes:
-        problem: what, with the file's name.
-        remedy: what `repair` does about it, or has done; None: nothing can be done here.
-    """
-
-    problem: str
-    remedy: str | None = None
+    problem: str  # with the file's name
+    remedy: str | None = None  # what `repair` does about it, or has done; None: nothing can be done here
 
 
 @dataclass
@@ -64,9 +57,7 @@ def examine(folder: Path, repair: bool = False) -> Examination:
         try:
             bundle.task_state(task)
             bundle.features(task)
-            kept = bundle.held_out(task)
-            if kept is not None:
-                decode_kept(kept, task)
+            bundle.held_out(task)
         except ConfituneError as error:
             found.findings.append(Finding(f"task {task!r}: {error}"))
     if bundle.damage is not None:  # what is left over shows when it is mended
@@ -74,6 +65,6 @@ def examine(folder: Path, repair: bool = False) -> Examination:
     for path in bundle.leftovers():
         found.findings.append(Finding(f"{path} is left from a change that broke off", "deleted"))
     if repair and found.findings:
-        with bundle.changing():
-            bundle.sweep()
+        with bundle.changing():  # deletes them
+            pass
     return found

@@ -1,20 +1,42 @@
-"""One task of a network folded into a plain module: changes of weights added, the norms with the task's own state.
+"""One task of a network folded into a plain module, and such modules made fast on a CPU.
 
-Means are those recovered through today's weights. What is left is the stock network, of torch's and timm's classes
-alone. Batch norms stay: the ONNX exporter folds them into the convolutions before them.
+Folded, changes of weights are added and norms have the task's own state; means are those recovered through today's
+weights. What is left is the stock network, of torch's and timm's classes alone. Batch norms stay: the ONNX exporter
+folds them into the convolutions before them.
+
+A runner is a backbone in one state that is asked for again: its weights are constants there, so that batch norms go
+into convolutions and weights into the order that the processor likes. onnxruntime does that where it is installed
+(`confitune[export]`), otherwise torch.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+import io
+import logging
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, cast
 
 import torch
+from timm.layers import Conv2dSame
+from timm.layers.padding import get_same_padding
 from torch import Tensor, nn
 
 from confitune.methods.ccll import Calibrations
-from confitune.nn import ContinualNet, Deltas, InputMeans, guess_input
+from confitune.nn import ContinualNet, Deltas, InputMeans, guess_input, state_sha256
 from confitune.nn.geometry import Size
+
+_log = logging.getLogger(__name__)
+_TWICE, _OFTEN = 2, 16  # batches before a runner is worth its making: while there is room, and in place of another
+_TOLERANCE = 1e-5  # of features
+_BYTES = 1_000_000_000  # of all runners' weights
+Run = Callable[[Tensor], Tensor]
 
 
 def folded(net: ContinualNet, task: str) -> nn.Sequential:
@@ -89,3 +111,158 @@ def _become(module: nn.Module, other: nn.Module) -> None:
     module.__class__ = type(other)
     vars(module).clear()
     vars(module).update(state)
+
+
+# ---- runners ---------------------------------------------------------------------------------------------------------
+
+
+class Runners:
+    """Runners by name; those that were used longest ago make room.
+
+    Args:
+        size: of the images, in pixels.
+        most_bytes: that the weights of all runners may take; one is always kept.
+    """
+
+    def __init__(self, size: int, most_bytes: int = _BYTES) -> None:
+        self._example, self._most = torch.zeros(2, 3, size, size), most_bytes
+        self._compilers: dict[tuple[str, ...], Compiler] = {}  # one, unless methods add layers
+        self._asked: Counter[str] = Counter()
+        self._keys: dict[str, str] = {}  # by name: the hash of the state, one for tasks that differ in heads alone
+        self._made: OrderedDict[str, tuple[int, Run]] = OrderedDict()  # by hash, with bytes; the last was used last
+
+    def find(self, name: str, backbone: Callable[[], nn.Module]) -> Run | None:
+        """The runner of a backbone; None while it is not worth making.
+
+        Args:
+            name: the same for the same state only.
+            backbone: makes it, of plain modules in evaluation mode.
+        """
+        self._asked[name] += 1
+        key = self._keys.get(name, "")
+        if key not in self._made:
+            full = sum(size for size, _ in self._made.values()) >= self._most
+            if self._asked[name] < (_OFTEN if full else _TWICE):
+                return None
+            module = backbone()
+            key = self._keys[name] = state_sha256(module)
+            if key not in self._made:
+                size = sum(tensor.nbytes for tensor in module.state_dict().values())
+                self._made[key] = size, self._compiled(module)
+        self._made.move_to_end(key)
+        while len(self._made) > 1 and sum(size for size, _ in self._made.values()) > self._most:
+            gone, _ = self._made.popitem(last=False)
+            for other in [other for other, of in self._keys.items() if of == gone]:
+                del self._keys[other], self._asked[other]
+        return self._made[key][1]
+
+    @torch.no_grad()
+    def _compiled(self, backbone: nn.Module) -> Run:
+        """The backbone made fast; as it is where that fails, as a trace does with decisions that depend on images."""
+        chance = torch.Generator().manual_seed(0)
+        state, images = backbone.state_dict(), torch.randn(3, *self._example.shape[1:], generator=chance)
+        expected, names = backbone(images), tuple(state)
+        try:
+            if names not in self._compilers:
+                self._compilers[names] = Compiler(copy.deepcopy(backbone), self._example)
+            run = self._compilers[names].run(state)
+            difference = float((run(images) - expected).abs().max())
+        except Exception as error:  # whatever tracing and two runtimes can say
+            _log.info("%s runs as it is: %s", type(backbone).__name__, error)
+            return backbone
+        return run if difference <= _TOLERANCE * max(1.0, float(expected.abs().max())) else backbone
+
+
+class Compiler:
+    """Makes states of one network fast.
+
+    Args:
+        backbone: of which any state may be made fast later; it is changed.
+        example: two images.
+    """
+
+    def __init__(self, backbone: nn.Module, example: Tensor) -> None:
+        self._graph: Any = None
+        with torch.no_grad(), _old_ways():
+            padding = _fix_padding(backbone, example)
+            self._traced: Any = torch.jit.trace(backbone, example, check_trace=False)  # type: ignore[no-untyped-call]
+            if find_spec("onnx") and find_spec("onnxruntime"):
+                self._graph, self._traced = _graph(self._traced, example, padding), None
+
+    def run(self, state: Mapping[str, Tensor]) -> Run:
+        """Images to features in this state."""
+        if self._graph is None:
+            module = copy.deepcopy(self._traced)
+            module.load_state_dict(state)
+            with _old_ways():
+                return cast(Run, torch.jit.freeze(module))  # type: ignore[no-untyped-call]
+        onnxruntime: Any = import_module("onnxruntime")
+        model = copy.deepcopy(self._graph)
+        for tensor in model.graph.initializer:
+            tensor.raw_data = state[tensor.name].numpy().tobytes()
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # there are many, and one runs
+        options.enable_cpu_mem_arena = False  # each would keep what its largest batch took
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return lambda images: torch.from_numpy(session.run(None, {"images": images.contiguous().numpy()})[0])
+
+
+@contextmanager
+def _old_ways() -> Iterator[None]:
+    """Without torch's word that it has other ways by now: they take seconds, these a quarter of one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _graph(traced: Any, example: Tensor, padding: Mapping[str, list[int]]) -> Any:
+    """The ONNX model of a traced network without its numbers; its tensors have the network's names."""
+    file, batch = io.BytesIO(), {0: "batch"}
+    torch.onnx.export(
+        traced,
+        (example,),
+        file,  # type: ignore[arg-type]
+        dynamo=False,
+        training=torch.onnx.TrainingMode.PRESERVE,  # names stay: batch norms are for onnxruntime to fold
+        do_constant_folding=False,
+        input_names=["images"],
+        output_names=["features"],
+        dynamic_axes={"images": batch, "features": batch},
+    )
+    model = import_module("onnx").load_from_string(file.getvalue())
+    makers = {output: node for node in model.graph.node for output in node.output}
+    for node in list(model.graph.node):
+        if node.op_type == "Conv" and (pads := padding.get(node.input[1].removesuffix(".weight"))):
+            pad = makers[node.input[0]]
+            node.input[0] = pad.input[0]  # a convolution can pad by itself
+            next(own for own in node.attribute if own.name == "pads").ints[:] = pads
+            model.graph.node.remove(pad)
+    for tensor in model.graph.initializer:
+        tensor.ClearField("raw_data")
+    return model
+
+
+def _fix_padding(backbone: nn.Module, example: Tensor) -> dict[str, list[int]]:
+    """Let timm's 'same' convolutions pad by constants: top, left, bottom, right by name, for images of this size."""
+    found: dict[str, list[int]] = {}
+
+    def measured(name: str, conv: Any, inputs: tuple[Tensor, ...]) -> None:
+        sizes = zip(inputs[0].shape[-2:], conv.kernel_size, conv.stride, conv.dilation, strict=True)
+        both = [get_same_padding(*numbers) for numbers in sizes]
+        found[name] = [pad // 2 for pad in both] + [pad - pad // 2 for pad in both]
+
+    convs = {name: conv for name, conv in backbone.named_modules() if type(conv) is Conv2dSame}
+    hooks = [conv.register_forward_pre_hook(partial(measured, name)) for name, conv in convs.items()]
+    backbone(example)
+    for hook in hooks:
+        hook.remove()
+    for name, (top, left, bottom, right) in found.items():
+        convs[name].forward = partial(_padded, convs[name], [left, right, top, bottom])  # type: ignore[method-assign]
+    return found
+
+
+def _padded(conv: nn.Conv2d, pads: list[int], x: Tensor) -> Tensor:
+    x = nn.functional.pad(x, pads)
+    return nn.functional.conv2d(x, conv.weight, conv.bias, conv.stride, 0, conv.dilation, conv.groups)

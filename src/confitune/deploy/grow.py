@@ -7,21 +7,19 @@ photos and to those of the new ones: it is the head that all photos at once woul
 from __future__ import annotations
 
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from confitune.deploy.bundle import Bundle
-from confitune.deploy.format import BundleError, TaskRecord
-from confitune.deploy.held_out import Change, accuracy_on, joined, keep_some, of_classes
+from confitune.deploy.bundle import Bundle, BundleError, TaskRecord
+from confitune.deploy.held_out import Change, joined, keep_some, without_class
 from confitune.deploy.label_space import TaskFeatures
-from confitune.deploy.learn import LearnReport, LearnSettings, check_classes, task_features, train_settings
+from confitune.deploy.learn import LearnReport, LearnSettings, load_photos, train_settings, written
 from confitune.engine import Listener, evaluate, place_task
 from confitune.methods.linear import fit_linear, folds_of
 from confitune.nn import ContinualNet
-from confitune.tasks import Progress, load_folder_task
+from confitune.tasks import Images, Progress
 
 
 def grow(
@@ -51,39 +49,33 @@ def grow(
     with opened.changing():
         record, network = opened.record(task), opened.network
         net, old = opened.load_network([task]), _kept_features(opened, task)
-        images = load_folder_task(
+        images = load_photos(
             folder,
             task,
-            mean=network.mean,
-            std=network.std,
-            size=network.size,
+            network,
+            settings,
             known=record.classes,
-            skip_broken=settings.skip_broken,
             cache_dir=cache_dir,
             progress=progress,
             note=(listener or Listener()).note,
         )
-        check_classes(images.classes, folder)
         classes, training = images.classes, train_settings(settings, network.learner())
         placed = place_task(images, training.torch_device(), training.pixels)
         net.to(training.torch_device())
-        features = old.joined(task_features(net, opened.load_pretrained(), placed, training)).as_kept(len(classes))
+        features = old.joined(TaskFeatures.of(net, opened.load_pretrained(), placed, training)).as_kept(len(classes))
         kept = opened.held_out(task)
-        before = None if kept is None else accuracy_on(net, task, kept, images.preprocess)
+        before = None if kept is None else evaluate(net, kept, training)
         fitted = features.train if features.own is None else features.own
         head = fit_linear(fitted, features.labels, len(classes), folds_of(features.labels, settings.seed))
         _put_head(net, task, head.weight, head.bias, classes)
-        changes = []
+        changes, held_out = [], keep_some(images.test, settings.keep, settings.seed)
         if kept is not None:
-            after = accuracy_on(net, task, kept, images.preprocess)
-            changes.append(Change(f"{task}, earlier photos", before, after, len(kept["labels"])))
-        if settings.keep:
-            new = keep_some(images.test, settings.keep, settings.seed)
-            kept = new if kept is None else joined(kept, new)
+            changes = [Change(f"{task}, earlier photos", before, evaluate(net, kept, training), len(kept.test))]
+            held_out = joined(kept.test, held_out)
         accuracy = evaluate(net, images, training)
-        record = _replace(opened, task, net, classes, features, kept, len(images.train) + record.images)
-    passed = time.monotonic() - began
-    return LearnReport.of(net, task, record, accuracy, len(images.test), changes, len(changes), passed)
+        record = _replace(opened, net, task, features, held_out, len(images.train) + record.images)
+    numbers, passed = net.storage()[task].beside_head, time.monotonic() - began
+    return LearnReport(task, record, accuracy, len(images.test), changes, len(changes), numbers, passed)
 
 
 def remove_class(bundle: Bundle, task: str, name: str) -> None:
@@ -95,12 +87,12 @@ def remove_class(bundle: Bundle, task: str, name: str) -> None:
         raise BundleError(f"two classes are the least: remove the task {task!r} instead")
     features, net = _kept_features(bundle, task), bundle.load_network([task])
     classes = tuple(other for other in record.classes if other != name)
-    places = {label: classes.index(other) for label, other in enumerate(record.classes) if other != name}
-    rows, state = torch.tensor(list(places)), net.task_state_dict(task)
+    gone = record.classes.index(name)
+    rows, state = torch.tensor([n for n in range(len(record.classes)) if n != gone]), net.task_state_dict(task)
     _put_head(net, task, state["head.weight"][rows], state["head.bias"][rows], classes)
-    kept, images = bundle.held_out(task), features.only(places)
-    kept = None if kept is None else of_classes(kept, places)
-    _replace(bundle, task, net, classes, images, kept, record.images - len(features.labels) + len(images.labels))
+    kept, some = bundle.held_out(task), features.without(gone)
+    images = None if kept is None else without_class(kept.test, gone)
+    _replace(bundle, net, task, some, images, record.images - len(features.labels) + len(some.labels))
 
 
 def _kept_features(bundle: Bundle, task: str) -> TaskFeatures:
@@ -121,30 +113,12 @@ def _put_head(net: ContinualNet, task: str, weight: Tensor, bias: Tensor, classe
 
 
 def _replace(
-    bundle: Bundle,
-    task: str,
-    net: ContinualNet,
-    classes: tuple[str, ...],
-    features: TaskFeatures,
-    kept: dict[str, Tensor] | None,
-    images: int,
+    bundle: Bundle, net: ContinualNet, task: str, features: TaskFeatures, held_out: Images | None, images: int
 ) -> TaskRecord:
-    """Write what the task is now and commit it."""
-    old, checked = bundle.record(task), {}
-    accuracy = old.accuracy
-    if kept is not None and len(kept["labels"]):
-        accuracy = checked[task] = accuracy_on(net, task, kept, bundle.network.preprocess())
-    record = old.model_copy(
-        update={
-            "classes": classes,
-            "file": bundle.store_task(net.task_state_dict(task), classes),
-            "held_out": None if kept is None else bundle.store_held_out(kept),
-            "held_out_images": 0 if kept is None else len(kept["labels"]),
-            "features": bundle.store_features(features),
-            "accuracy": accuracy,
-            "images": images,
-            "learned": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        }
-    )
-    bundle.replace_task(task, record, checked)
+    """Write what the task is now and commit it; its accuracy is that on photos that were kept, where some were."""
+    changed = {**written(bundle, net, task, features, held_out), "images": images}
+    if changed["checked"] is not None:
+        changed["accuracy"] = changed["checked"]
+    record = bundle.record(task).model_copy(update=changed)
+    bundle.replace_task(task, record)
     return record

@@ -1,117 +1,52 @@
-"""The few held-out images that a bundle keeps of every task, to see later whether it still knows it."""
+"""Held-out images that a bundle was asked to keep of its tasks, to see later whether it still knows them."""
 
 from __future__ import annotations
 
-import io
 import logging
-from collections.abc import Mapping, Sequence
+import random
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from PIL import Image
-from torch import Tensor
 
-from confitune.deploy.bundle import Bundle
-from confitune.deploy.format import BundleError
+from confitune.deploy.bundle import Bundle, BundleError
 from confitune.deploy.predictor import Predictor
-from confitune.engine.seeds import derived_generator
+from confitune.engine import evaluate
 from confitune.nn import ContinualNet
-from confitune.tasks import CROP, Images, Preprocess, Progress, UnreadableImageError, open_rgb
+from confitune.tasks import Images, Progress
 
 _log = logging.getLogger(__name__)
-_BATCH = 64  # images decoded and tested at once
-_PIXELS = CROP * CROP  # of one image: it was cut when it was kept
 
 
-def keep_some(images: Images, most: int, seed: int = 0) -> dict[str, Tensor]:
-    """Up to `most` images, classes in turn, as PNG: they come back bit for bit."""
+def keep_some(images: Images, most: int, seed: int = 0) -> Images:
+    """Up to `most` images, classes in turn."""
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     labels = images.labels.cpu()[order]
     place = torch.zeros(len(order), dtype=torch.int64)  # of an image within its class
     for label in labels.unique():
         mine = labels == label
         place[mine] = torch.arange(int(mine.sum()))
-    chosen = order[torch.argsort(place, stable=True)[:most]].sort().values
-    files: list[bytes] = []
-    for position in chosen:
-        pixels, _ = images.batch(position[None])
-        out = io.BytesIO()
-        Image.fromarray(pixels[0].cpu().permute(1, 2, 0).contiguous().numpy()).save(out, "PNG", optimize=True)
-        files.append(out.getvalue())
-    return {
-        "png": torch.from_numpy(np.frombuffer(b"".join(files), np.uint8).copy()),
-        "ends": torch.tensor(np.cumsum([len(file) for file in files])),
-        "labels": images.labels.cpu()[chosen].clone(),
-    }
+    return images.only(order[torch.argsort(place, stable=True)[:most]].sort().values)
 
 
-def joined(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What was kept twice, as one."""
-    ends = torch.cat([first["ends"], second["ends"] + len(first["png"])])
-    return {
-        "png": torch.cat([first["png"], second["png"]]),
-        "ends": ends,
-        "labels": torch.cat([first["labels"], second["labels"]]),
-    }
+def joined(kept: Images, more: Images) -> Images:
+    """What was kept before, and more."""
+    (pixels, labels), (new, new_labels) = (part.batch(torch.arange(len(part))) for part in (kept, more))
+    return Images(torch.cat([pixels, new]), torch.arange(len(kept) + len(more)), torch.cat([labels, new_labels]))
 
 
-def of_classes(kept: Mapping[str, Tensor], labels: Mapping[int, int]) -> dict[str, Tensor]:
-    """What was kept of some classes; `labels` gives their new labels by the old ones."""
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), kept["ends"][:-1]])
-    mine = [n for n, label in enumerate(kept["labels"].tolist()) if label in labels]
-    files = [kept["png"][int(starts[n]) : int(kept["ends"][n])] for n in mine]
-    return {
-        "png": torch.cat([torch.empty(0, dtype=torch.uint8), *files]),
-        "ends": torch.tensor([len(file) for file in files], dtype=torch.int64).cumsum(0),
-        "labels": torch.tensor([labels[int(kept["labels"][n])] for n in mine], dtype=torch.int64),
-    }
-
-
-@torch.no_grad()
-def accuracy_on(net: ContinualNet, task: str, kept: Mapping[str, Tensor], preprocess: Preprocess) -> float:
-    """Accuracy in percent of a task on what `keep_some` kept of it."""
-    images, right = decode_kept(kept, task), 0
-    labels = kept["labels"]
-    device, was_training = next(net.parameters()).device, net.training
-    net.eval()
-    for first in range(0, len(labels), _BATCH):
-        pixels = torch.stack(images[first : first + _BATCH])
-        logits = net(preprocess(pixels.to(device)), task)
-        right += int((logits.argmax(1).cpu() == labels[first : first + _BATCH]).sum())
-    net.train(was_training)
-    return 100.0 * right / max(len(labels), 1)
-
-
-def decode_kept(kept: Mapping[str, Tensor], task: str) -> list[Tensor]:
-    """The pixels of what was kept of a task."""
-    try:
-        files = kept["png"].numpy().tobytes()
-        ends = kept["ends"].tolist()
-        if len(ends) != len(kept["labels"]):
-            raise BundleError(f"{len(ends)} images and {len(kept['labels'])} labels")
-        found = [files[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        images = [open_rgb(io.BytesIO(file), most_pixels=_PIXELS) for file in found]
-        if any(image.size != images[0].size for image in images):
-            raise BundleError("they are not all of one size")
-    except (KeyError, TypeError, UnreadableImageError, BundleError) as error:
-        raise BundleError(f"the held-out images of task {task!r} are damaged: {error}") from error
-    return [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
+def without_class(images: Images, gone: int) -> Images:
+    """Those of the other classes, whose labels close the gap."""
+    others = images.only((images.labels != gone).nonzero().flatten())
+    return Images(others.pixels, others.rows, others.labels - (others.labels > gone).long())
 
 
 @dataclass(frozen=True)
 class Checks:
-    """In percent of the images kept.
+    """In percent of the images kept."""
 
-    Attributes:
-        accuracy: by task, the task known.
-        guessed: how many were given to the right task where it is not; None where nothing was kept.
-        unknown: how many were given to none.
-    """
-
-    accuracy: dict[str, float]
-    guessed: float | None
-    unknown: float
+    accuracy: dict[str, float]  # by task, the task known
+    guessed: float | None  # given to the right task where it is not known; None where nothing was kept
+    unknown: float  # given to none
 
 
 def check_tasks(bundle: Bundle, device: str = "auto", progress: Progress | None = None) -> Checks:
@@ -129,9 +64,10 @@ def check_tasks(bundle: Bundle, device: str = "auto", progress: Progress | None 
         kept = bundle.held_out(task)
         if kept is None:
             continue
-        accuracy[task] = accuracy_on(predictor.network_for(task), task, kept, predictor.preprocess)
+        accuracy[task] = evaluate(predictor.network_for(task), kept)
         if record.features is not None:
-            guesses += [(task, found) for found, _ in predictor.guess(torch.stack(decode_kept(kept, task)))]
+            answers = predictor.predict(kept.test.pixels, [None] * len(kept.test), top=1)
+            guesses += [(task, answer.task) for answer in answers]
     if not guesses:
         return Checks(accuracy, None, 0.0)
     right, unknown = sum(task == found for task, found in guesses), sum(found is None for _, found in guesses)
@@ -149,21 +85,23 @@ class Change:
 
 
 def check_earlier(
-    bundle: Bundle, net: ContinualNet, tasks: Sequence[str], preprocess: Preprocess, progress: Progress | None
+    bundle: Bundle, net: ContinualNet, most: int, seed: int, progress: Progress | None = None
 ) -> tuple[Change, ...]:
-    """What tasks lost or gained by a new one; their states are in the network one at a time.
+    """What tasks that kept images lost or gained by a new one: all of them, or `most`, others after every task.
 
-    A task whose files are damaged is left out.
+    Their states are in the network one at a time. A task whose files are damaged is left out.
     """
+    tasks = [name for name, record in bundle.tasks.items() if record.held_out is not None]
+    if len(tasks) > most:
+        tasks = sorted(random.Random(f"{seed} {len(bundle.tasks)}").sample(tasks, most), key=tasks.index)
     changes = []
     for number, task in enumerate(tasks, 1):
         loaded = task not in net.tasks
         try:
             if loaded:
                 bundle.load_task(net, task)
-            kept = bundle.held_out(task) or {}
-            after = accuracy_on(net, task, kept, preprocess)
-            changes.append(Change(task, bundle.accuracy.get(task), after, len(kept["labels"])))
+            if (kept := bundle.held_out(task)) is not None:
+                changes.append(Change(task, bundle.record(task).checked, evaluate(net, kept), len(kept.test)))
         except BundleError as error:
             _log.warning("%s. Task %r is not tested again", error, task)
         if loaded and task in net.tasks:
@@ -171,15 +109,3 @@ def check_earlier(
         if progress is not None:
             progress("testing earlier tasks", number, len(tasks))
     return tuple(changes)
-
-
-def some_of(tasks: Sequence[str], most: int, seed: int, number: int) -> list[str]:
-    """All of the tasks, or `most` at random, others for every number; in their order.
-
-    >>> some_of(["birds", "trees"], 2, 0, 7), len(some_of([str(n) for n in range(100)], 5, 0, 7))
-    (['birds', 'trees'], 5)
-    """
-    if len(tasks) <= most:
-        return list(tasks)
-    order = torch.randperm(len(tasks), generator=derived_generator(seed, "check", number))
-    return [tasks[place] for place in order[:most].sort().values.tolist()]

@@ -15,11 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from confitune.deploy.format import BundleError
+from confitune.deploy.bundle.format import BundleError
 from confitune.engine import TrainSettings, batches
 from confitune.methods.gaussian import FeatureSums, Gaussians
+from confitune.nn import ContinualNet
 from confitune.tasks import Images, Task
 
 _log = logging.getLogger(__name__)
@@ -30,21 +31,25 @@ _PARTS = ("train", "held_out", "own")
 
 @dataclass(frozen=True)
 class TaskFeatures:
-    """Features [N, F] of a task's images, as they are kept.
+    """Features [N, F] of a task's images, as they are kept."""
 
-    Attributes:
-        train: of the images that it was learned from, under the pre-trained network.
-        labels: of these.
-        held_out: of other images of it.
-        held_out_labels: of these.
-        own: of the training images under the task's own state; None where it owns only a head.
-    """
-
-    train: Tensor
+    train: Tensor  # of the images that it was learned from, under the pre-trained network
     labels: Tensor
-    held_out: Tensor
+    held_out: Tensor  # of other images of it
     held_out_labels: Tensor
-    own: Tensor | None = None
+    own: Tensor | None = None  # of the training images under the task's own state; None where it owns only a head
+
+    @classmethod
+    def of(cls, net: ContinualNet, pretrained: nn.Module, task: Task, settings: TrainSettings) -> TaskFeatures:
+        """Of a task that is in the network, and before its first task."""
+        plain = pretrained.to(next(net.parameters()).device).to(memory_format=torch.channels_last).eval()
+        labels, held_out_labels = task.train.labels.cpu(), task.test.labels.cpu()
+        net.set_task(task.name)
+        with net.evaluating():
+            train, held_out = (_features(plain, task, images, settings) for images in (task.train, task.test))
+            alone = net.tasks[task.name].owns == ("head",)
+            own = None if alone else _features(net.features, task, task.train, settings)
+        return cls(train, labels, held_out, held_out_labels, own)
 
     def state(self) -> dict[str, Tensor]:
         """As named tensors, a byte a number."""
@@ -79,31 +84,21 @@ class TaskFeatures:
         """With the numbers that come back from a file: sums of these can be taken back."""
         return TaskFeatures.from_state(self.state(), classes)
 
-    def only(self, kept: Mapping[int, int]) -> TaskFeatures:
-        """The images of some classes; `kept` gives their new labels by the old ones."""
-
-        def some(labels: Tensor) -> tuple[Tensor, Tensor]:
-            mine = torch.isin(labels, torch.tensor(list(kept)))
-            return mine, torch.tensor([kept[label] for label in labels[mine].tolist()], dtype=torch.int64)
-
-        (train, labels), (held_out, held_out_labels) = some(self.labels), some(self.held_out_labels)
+    def without(self, gone: int) -> TaskFeatures:
+        """The images of the other classes, whose labels close the gap."""
+        train, held_out = self.labels != gone, self.held_out_labels != gone
+        labels, others = self.labels[train], self.held_out_labels[held_out]
         own = None if self.own is None else self.own[train]
-        return TaskFeatures(self.train[train], labels, self.held_out[held_out], held_out_labels, own)
+        labels, others = labels - (labels > gone).long(), others - (others > gone).long()
+        return TaskFeatures(self.train[train], labels, self.held_out[held_out], others, own)
 
     def joined(self, other: TaskFeatures) -> TaskFeatures:
-        """The images of both."""
-        return TaskFeatures(
-            torch.cat([self.train, other.train]),
-            torch.cat([self.labels, other.labels]),
-            torch.cat([self.held_out, other.held_out]),
-            torch.cat([self.held_out_labels, other.held_out_labels]),
-            None if self.own is None or other.own is None else torch.cat([self.own, other.own]),
-        )
+        """The images of both, of tasks that own the same."""
+        both = {name: (mine, getattr(other, name)) for name, mine in vars(self).items() if mine is not None}
+        return TaskFeatures(**{name: torch.cat(pair) for name, pair in both.items()})
 
 
-@torch.no_grad()
-def features_of(network: Callable[[Tensor], Tensor], task: Task, images: Images, settings: TrainSettings) -> Tensor:
-    """What a network in evaluation mode makes of a task's images, on the CPU."""
+def _features(network: Callable[[Tensor], Tensor], task: Task, images: Images, settings: TrainSettings) -> Tensor:
     device = settings.torch_device()
     found = [network(task.inputs(pixels)).float().cpu() for pixels, _ in batches(images, settings.batch_size, device)]
     return torch.cat(found)

@@ -9,23 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import nn
 
-from confitune.deploy.bundle import Bundle
+from confitune.deploy.bundle import Bundle, BundleError, MethodOptions, Network, TaskRecord
+from confitune.deploy.bundle.format import check_name, readable
 from confitune.deploy.folding import example_images
-from confitune.deploy.format import BundleError, MethodOptions, Network, TaskRecord, check_name, readable
-from confitune.deploy.held_out import Change, accuracy_on, check_earlier, keep_some, some_of
-from confitune.deploy.label_space import TaskFeatures, features_of
-from confitune.deploy.loading import new_network
+from confitune.deploy.held_out import Change, check_earlier, keep_some
+from confitune.deploy.label_space import TaskFeatures
 from confitune.engine import DivergedError, Executor, Listener, TaskFit, epochs_of, evaluate, place_task
 from confitune.engine.evaluation import right_answers
 from confitune.methods import METHODS, Method
 from confitune.nn import ContinualNet, create_backbone, headless
 from confitune.settings import NetworkSettings, TrainSettings
-from confitune.tasks import CROP, Progress, Task, load_folder_task
+from confitune.tasks import CROP, Images, Progress, Task, load_folder_task
 
 _log = logging.getLogger(__name__)
 _TRIED = 256  # training images that show whether anything was learned
@@ -40,7 +40,7 @@ class LearnSettings(NetworkSettings, TrainSettings):
         default_factory=dict, description="of a new bundle's method, by its name: {'best': {'rank': 2}}"
     )
     skip_broken: bool = Field(False, description="learn without images that cannot be read, and say which these are")
-    keep: int = Field(64, ge=0, description="held-out images to keep with the bundle; 0: none")
+    keep: int = Field(0, ge=0, description="held-out images to keep with the bundle, to test the task again later")
     check: int = Field(20, ge=0, description="earlier tasks to test again, at random where there are more; 0: none")
 
 
@@ -49,43 +49,13 @@ class LearnReport:
     """What learning a task did."""
 
     task: str
-    classes: tuple[str, ...]
-    accuracy: float  # on all its test images
+    record: TaskRecord
+    accuracy: float  # on all test images of the folder
     test_images: int
-    changes: tuple[Change, ...]  # of the earlier tasks that were tested
+    changes: Sequence[Change]  # of the earlier tasks that were tested
     earlier: int  # tasks with held-out images: those that could be tested
-    only_head: bool  # the task owns nothing else: the network is used as pre-trained
     numbers: int  # that the task adds, head excluded
-    bytes: int  # that it adds to the bundle, held-out images apart
-    held_out_bytes: int
     seconds: float
-
-    @classmethod
-    def of(
-        cls,
-        net: ContinualNet,
-        task: str,
-        record: TaskRecord,
-        accuracy: float,
-        test_images: int,
-        changes: Sequence[Change],
-        earlier: int,
-        seconds: float,
-    ) -> LearnReport:
-        """Of a task that is in the network and on record."""
-        return cls(
-            task=task,
-            classes=record.classes,
-            accuracy=accuracy,
-            test_images=test_images,
-            changes=tuple(changes),
-            earlier=earlier,
-            only_head=record.only_head,
-            numbers=net.storage()[task].beside_head,
-            bytes=record.file.bytes,
-            held_out_bytes=record.held_out.bytes if record.held_out else 0,
-            seconds=seconds,
-        )
 
 
 def learn(
@@ -128,18 +98,9 @@ def learn(
             opened.store_pretrained(pretrained)
         network, method = opened.network, opened.network.learner()
         listener = listener or Listener()
-        images = load_folder_task(
-            folder,
-            task,
-            mean=network.mean,
-            std=network.std,
-            size=network.size,
-            skip_broken=settings.skip_broken,
-            cache_dir=cache_dir,
-            progress=progress,
-            note=listener.note,
+        images = load_photos(
+            folder, task, network, settings, cache_dir=cache_dir, progress=progress, note=listener.note
         )
-        check_classes(images.classes, folder)
         training = train_settings(settings, method)
         listener.run_started(method.name, [task], epochs_of(images, training), 0)
         listener.task_started(0, task, 0)
@@ -152,47 +113,51 @@ def learn(
         _require_learned(net, images, training)
         only_head = net.tasks[task].owns == ("head",)
         accuracy = evaluate(net, images, training)
-        earlier = [name for name, record in opened.tasks.items() if record.held_out is not None]
-        chosen = some_of(earlier, settings.check, settings.seed, len(opened.tasks))
-        changes = check_earlier(opened, net, chosen, images.preprocess, progress)
-        listener.busy_with("keeping features and held-out photos")
-        features = task_features(net, pretrained, placed, training)
-        stored = opened.store_task(net.task_state_dict(task), images.classes)
-        kept = keep_some(images.test, settings.keep, settings.seed) if settings.keep else None
-        kept_file = None if kept is None else opened.store_held_out(kept)
+        changes = check_earlier(opened, net, settings.check, settings.seed, progress)
+        earlier = sum(record.held_out is not None for record in opened.tasks.values())
+        listener.busy_with("keeping features of the photos")
+        features = TaskFeatures.of(net, pretrained, placed, training)
         record = TaskRecord(
-            classes=images.classes,
-            file=stored,
-            held_out=kept_file,
-            held_out_images=0 if kept is None else len(kept["labels"]),
-            features=opened.store_features(features),
+            **written(opened, net, task, features, keep_some(images.test, settings.keep, settings.seed)),
             accuracy=accuracy,
             images=len(images.train),
             only_head=only_head,
             choice=method.choices.get(task, {}),
             epochs=0 if only_head else epochs_of(images, training),
-            learned=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         checked = {change.task: change.after for change in changes}
-        if kept is not None:
-            checked[task] = accuracy_on(net, task, kept, images.preprocess)
         opened.add_task(task, record, net.shared_state_dict(), checked)
-    passed = time.monotonic() - began
-    return LearnReport.of(net, task, record, accuracy, len(images.test), changes, len(earlier), passed)
+    numbers, passed = net.storage()[task].beside_head, time.monotonic() - began
+    return LearnReport(task, record, accuracy, len(images.test), changes, earlier, numbers, passed)
 
 
-def task_features(net: ContinualNet, pretrained: nn.Module, task: Task, settings: TrainSettings) -> TaskFeatures:
-    """What a bundle keeps of the features of a task's images."""
-    device = next(net.parameters()).device
-    plain = pretrained.to(device).to(memory_format=torch.channels_last).eval()
-    train, held_out = (features_of(plain, task, images, settings) for images in (task.train, task.test))
-    labels, held_out_labels = task.train.labels.cpu(), task.test.labels.cpu()
-    if net.tasks[task.name].owns == ("head",):
-        return TaskFeatures(train, labels, held_out, held_out_labels)
-    net.set_task(task.name)
-    with net.evaluating():
-        own = features_of(net.features, task, task.train, settings)
-    return TaskFeatures(train, labels, held_out, held_out_labels, own)
+def written(
+    bundle: Bundle, net: ContinualNet, task: str, features: TaskFeatures, kept: Images | None
+) -> dict[str, Any]:
+    """Store what a task is now, with the held-out images to keep of it; gives what its record says of that."""
+    classes, tested = net.tasks[task].classes, None
+    if kept is not None and len(kept):
+        tested = Task(task, classes, kept, kept, bundle.network.preprocess())
+    return {
+        "classes": classes,
+        "file": bundle.store_task(net.task_state_dict(task), classes),
+        "held_out": None if tested is None else bundle.store_held_out(tested.test),
+        "features": bundle.store_features(features),
+        "checked": None if tested is None else evaluate(net, tested),
+        "learned": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def load_photos(folder: Path, task: str, network: Network, settings: LearnSettings, **options: Any) -> Task:
+    """The images below a folder for a network; options are those of `load_folder_task`."""
+    shape: dict[str, Any] = {"mean": network.mean, "std": network.std, "size": network.size}
+    images = load_folder_task(folder, task, **shape, skip_broken=settings.skip_broken, **options)
+    for name in images.classes:
+        try:
+            readable(name)
+        except ValueError:
+            raise BundleError(f"the name of the class folder {name!r} in {folder} is no text; rename it") from None
+    return images
 
 
 def _load_start(bundle: Bundle, net: ContinualNet) -> None:
@@ -226,15 +191,6 @@ def _require_learned(net: ContinualNet, task: Task, settings: TrainSettings) -> 
         )
 
 
-def check_classes(classes: Sequence[str], folder: Path) -> None:
-    """Refuse names that cannot be shown."""
-    for name in classes:
-        try:
-            readable(name)
-        except ValueError:
-            raise BundleError(f"the name of the class folder {name!r} in {folder} is no text; rename it") from None
-
-
 def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualNet, nn.Module]:
     _require_usable(settings.method)
     _require_of(settings.method, settings)
@@ -256,7 +212,7 @@ def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualN
         weights_sha256=backbone.weights_sha256,
     )
     pretrained = headless(copy.deepcopy(backbone.module))
-    return Bundle(path, network), new_network(network, backbone.module), pretrained
+    return Bundle(path, network), network.around(backbone.module), pretrained
 
 
 def _require_usable(method: str) -> None:

@@ -6,21 +6,19 @@ import glob
 import io
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from confitune.deploy.bundle import Bundle
-from confitune.deploy.folding import folded
-from confitune.deploy.format import BundleError
-from confitune.deploy.runners import Runners
+from confitune.deploy.bundle import Bundle, BundleError, TaskRecord
+from confitune.deploy.folding import Runners, folded
 from confitune.engine import TrainSettings
 from confitune.errors import ConfituneError
 from confitune.methods.gaussian import Gaussians
@@ -40,16 +38,6 @@ _BATCH = 32  # files
 
 
 @dataclass(frozen=True)
-class TaskInfo:
-    """What is known of a task."""
-
-    classes: tuple[str, ...]
-    accuracy: float | None  # percent, on its held-out images when it was last checked, or when it was learned
-    images: int  # that it was learned from
-    learned: str  # when, ISO 8601
-
-
-@dataclass(frozen=True)
 class Prediction:
     """The answer for one image."""
 
@@ -59,11 +47,20 @@ class Prediction:
     version: str = ""  # of the bundle that answered
     others: tuple[tuple[str, str, float], ...] = ()  # where the task was not given: classes of other tasks, best first
 
+    def told(self, top: int) -> dict[str, Any]:
+        """As JSON holds it, with so many classes."""
+        return {
+            "task": self.task,
+            "task_confidence": self.task_confidence,
+            "classes": [{"name": name, "probability": share} for name, share in self.classes[:top]],
+            "others": [{"task": task, "name": name, "probability": share} for task, name, share in self.others[:top]],
+        }
+
 
 class Predictor:
     """A bundle ready to answer. Threads may share one: they are answered one after the other, and decode together.
 
-    On a CPU a task that is asked a second time gets a runner of its own, see `runners.py`: the first time a photo would
+    On a CPU a task that is asked a second time gets a runner of its own, see `folding.py`: the first time a photo would
     wait longer for it than for its answer.
 
     Args:
@@ -85,31 +82,32 @@ class Predictor:
         self.device = TrainSettings(device=device).torch_device()
         self.outdated = False
         self._pipeline, self._lock = Pipeline(), threading.RLock()
-        self._loaded: OrderedDict[str, None] = OrderedDict()  # the one used last is the last
+        self._heads: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()  # of tasks in memory, used last at the end
         self._seen = bundle.stamp()
         self._load(bundle)
         self._take(bundle)
+
+    @classmethod
+    def from_bundle(cls, path: Path | str, **options: Any) -> Predictor:
+        """The predictor of the bundle in a folder; options are those of the class."""
+        return cls(Bundle.open(path), **options)
 
     def _load(self, bundle: Bundle) -> None:
         self._net = bundle.load_network().to(self.device).to(memory_format=torch.channels_last).eval()
         self._pretrained: nn.Module | None = None  # once a task is to be guessed
         self._runners = Runners(bundle.network.size) if self.device.type == "cpu" else None
-        self._loaded.clear()
+        self._heads.clear()
 
     def _take(self, bundle: Bundle) -> None:
-        self.bundle, self.preprocess = bundle, bundle.network.preprocess()
-        self.tasks: Mapping[str, TaskInfo] = MappingProxyType(
-            {
-                name: TaskInfo(
-                    record.classes, bundle.accuracy.get(name, record.accuracy), record.images, record.learned
-                )
-                for name, record in bundle.tasks.items()
-            }
-        )
-        self.version = bundle.version
+        self.bundle, self.version, self.preprocess = bundle, bundle.version, bundle.network.preprocess()
         self.unreadable: set[str] = set()
         self._space: Gaussians | None = None  # once a task is to be guessed
         self._classes: list[tuple[str, str]] = []  # task and name of its classes
+
+    @property
+    def tasks(self) -> Mapping[str, TaskRecord]:
+        """What is known of the tasks, by name."""
+        return self.bundle.tasks
 
     def renew(self) -> bool:
         """Become what the bundle is on disk now, whole; where that is damaged or gone, stay what this is.
@@ -125,9 +123,8 @@ class Predictor:
                 if bundle.damage is not None:
                     raise BundleError(bundle.damage)
                 if bundle.has_backbone_of(self.bundle):
-                    known = self.bundle.tasks
-                    for task in list(self._loaded):
-                        if task not in bundle.tasks or bundle.tasks[task].file != known[task].file:
+                    for task in list(self._heads):
+                        if task not in bundle.tasks or bundle.tasks[task].file != self.tasks[task].file:
                             self._drop(task)
                 else:
                     self._load(bundle)
@@ -139,11 +136,6 @@ class Predictor:
             self._seen, self.outdated = seen, False
             return True
 
-    @classmethod
-    def from_bundle(cls, path: Path | str, **options: Any) -> Predictor:
-        """The predictor of the bundle in a folder; options are those of the class."""
-        return cls(Bundle.open(path), **options)
-
     def decode(self, source: bytes | Path, name: str = "image") -> Tensor:
         """An image's pixels [3, 224, 224] as bytes; one that cannot be read raises `UnreadableImageError`."""
         name = str(source) if isinstance(source, Path) else name
@@ -153,44 +145,6 @@ class Predictor:
             return torch.from_numpy(self._pipeline(image))
         except Exception as error:  # e.g. too thin
             raise UnreadableImageError(f"cannot resize and crop the image {name}: {error}") from error
-
-    @torch.no_grad()
-    def logits(self, pixels: Tensor, tasks: Sequence[str]) -> list[Tensor]:
-        """Logits of image n under `tasks[n]`; on a GPU images of different tasks go through the network together."""
-        _require_one_each(pixels, tasks)
-        with self._lock:
-            return self._logits(self._inputs(pixels), tasks)
-
-    def _inputs(self, pixels: Tensor) -> Tensor:
-        """What the network takes."""
-        return self.preprocess(pixels.to(self.device)) if len(pixels) else pixels
-
-    def _logits(self, x: Tensor, tasks: Sequence[str]) -> list[Tensor]:
-        wanted, found = list(dict.fromkeys(tasks)), [torch.empty(0)] * len(tasks)
-        together = self.ready if self._runners is None else 1
-        for first in range(0, len(wanted), together):
-            part = wanted[first : first + together]
-            mine = [n for n, task in enumerate(tasks) if task in part]
-            for n, row in zip(mine, self._rows(x[mine], [tasks[n] for n in mine], part), strict=True):
-                found[n] = row[: len(self.tasks[tasks[n]].classes)]
-                if not found[n].isfinite().all():
-                    raise BundleError(f"task {tasks[n]!r} gives numbers that are not finite: it was not learned well")
-        return found
-
-    def _rows(self, x: Tensor, tasks: Sequence[str], part: Sequence[str]) -> Tensor:
-        """Logits of images, on the CPU; `part` are the different ones of `tasks`, no more than can be ready at once."""
-        if self._runners is not None:
-            (task,) = part
-            run = self._runners.find(self.bundle.record(task).file.sha256, lambda: folded(self.network_for(task), task))
-            if run is not None:
-                return run(x)
-        self._make_ready(part)
-        index: str | Tensor = part[0]
-        if len(part) > 1:
-            place = {name: n for n, name in enumerate(self._net.tasks)}
-            index = torch.tensor([place[task] for task in tasks], device=self.device)
-        rows: Tensor = self._net(x, index)
-        return rows.float().cpu()
 
     def predict(
         self, pixels: Tensor, tasks: Sequence[str | None], top: int = 5, among: Sequence[str] | None = None
@@ -206,41 +160,65 @@ class Predictor:
             top: so many classes, best first.
             among: the tasks that a guess may be one of; default: all.
         """
-        _require_one_each(pixels, tasks)
         with self._lock:
             while True:
                 try:
-                    return self._answers(pixels, tasks, top, among)
+                    return self._answers(pixels, tasks, max(top, 1), among)
                 except BundleError:
                     if not self.renew():
                         raise
 
+    def logits(self, pixels: Tensor, tasks: Sequence[str]) -> list[Tensor]:
+        """Logits of image n under `tasks[n]`."""
+        with self._lock:
+            return self._by_task(pixels, tasks, self._logits)
+
     @torch.no_grad()
+    def _by_task(self, pixels: Tensor, tasks: Sequence[Any], answer: Callable[..., Iterable[Any]]) -> list[Any]:
+        """What `answer` gives for each image; it is called with the inputs of all images of a task, and the task."""
+        if len(pixels) != len(tasks):
+            raise DataError(f"{len(pixels)} images and {len(tasks)} tasks: give one task for each image, or None")
+        of_task: dict[Any, list[int]] = defaultdict(list)
+        found: dict[int, Any] = {}
+        for n, task in enumerate(tasks):
+            of_task[task].append(n)
+        for task, mine in of_task.items():
+            x = self.preprocess(pixels[mine].to(self.device))
+            found.update(zip(mine, answer(x, task), strict=True))
+        return [found[n] for n in range(len(tasks))]
+
     def _answers(
         self, pixels: Tensor, tasks: Sequence[str | None], top: int, among: Sequence[str] | None
     ) -> list[Prediction]:
-        for task in tasks:
-            if task is not None:
-                self.bundle.record(task)
-        open_ones = [n for n, task in enumerate(tasks) if task is None]
-        known = [n for n, task in enumerate(tasks) if task is not None]
-        x = self._inputs(pixels)
-        logits = dict(zip(known, self._logits(x[known], [str(tasks[n]) for n in known]), strict=True))
-        guessed = dict(zip(open_ones, self._guessed(x[open_ones], top, among), strict=True))
-        return [
-            guessed[n] if task is None else Prediction(task, None, self._best(logits[n], task, top), self.version)
-            for n, task in enumerate(tasks)
-        ]
+        def answer(x: Tensor, task: str | None) -> list[Prediction]:
+            if task is None:
+                return self._guessed(x, top, among)
+            classes, found = self.bundle.record(task).classes, []
+            for row in self._logits(x, task):
+                best = zip(*(part.tolist() for part in row.softmax(0).topk(min(top, len(classes)))), strict=True)
+                named = tuple((classes[place], share) for share, place in best)
+                found.append(Prediction(task, None, named, self.version))
+            return found
 
-    @torch.no_grad()
+        return self._by_task(pixels, tasks, answer)
+
+    def _logits(self, x: Tensor, task: str) -> Tensor:
+        """Of images of one task, on the CPU."""
+        self._make_ready(task)
+        run = None
+        if self._runners is not None:
+            run = self._runners.find(self.tasks[task].file.sha256, lambda: folded(self._net, task)[0])
+        rows: Tensor = (self._net(x, task) if run is None else linear(run(x), *self._heads[task])).float().cpu()
+        if not rows.isfinite().all():
+            raise BundleError(f"task {task!r} gives numbers that are not finite: it was not learned well")
+        return rows
+
     def _guessed(self, x: Tensor, top: int, among: Sequence[str] | None) -> list[Prediction]:
         """Answers where the task is not given, in two passes however many tasks there are.
 
         The first goes through the pre-trained network and gives probabilities of all classes of all tasks. In the
         second the networks of the leading tasks share out what their tasks have.
         """
-        if not len(x):
-            return []
         space, features = self._features(x)
         for name in among or ():
             self.bundle.record(name)
@@ -249,16 +227,15 @@ class Predictor:
         allowed = None if among is None else torch.tensor([name in among for name in space.tasks])
         probabilities = space.probabilities(features, allowed)
         for task, images in enumerate(space.leading(probabilities).T):
-            name = space.tasks[task]
             if images.any():
                 try:
-                    logits = self._logits(x[images], [name] * int(images.sum()))
+                    logits = self._logits(x[images], space.tasks[task])
                 except BundleError as error:
                     if self.bundle.stamp() != self._seen:
                         raise  # the file may be gone because there is a newer version
-                    _log.warning("%s. Its pre-trained features answer for task %r", error, name)
+                    _log.warning("%s. Its pre-trained features answer for task %r", error, space.tasks[task])
                     continue
-                space.refine(probabilities, task, images, torch.stack(logits).double().softmax(1))
+                space.refine(probabilities, task, images, logits.double().softmax(1))
         unknown = (space.unusual(features) > space.threshold).tolist() if self.unknown else [False] * len(x)
         of_tasks, found = space.of_tasks(probabilities), []
         for n, row in enumerate(probabilities):
@@ -278,28 +255,16 @@ class Predictor:
     def _best_of(self, shares: Tensor, mine: Tensor, top: int) -> tuple[tuple[str, str, float], ...]:
         """Task, name and probability of the likeliest of some classes of the label space."""
         places = mine.nonzero().flatten()
-        values, order = shares[places].topk(min(max(top, 1), len(places)))
+        values, order = shares[places].topk(min(top, len(places)))
         best = zip(places[order].tolist(), values.tolist(), strict=True)
         return tuple((*self._classes[place], share) for place, share in best)
-
-    def guess(self, pixels: Tensor, among: Sequence[str] | None = None) -> list[tuple[str | None, float]]:
-        """For each image the task that it belongs to and how surely, or None where it looks like nothing learned.
-
-        Args:
-            among: the tasks that it may be one of; default: all of the bundle.
-        """
-        with self._lock:
-            found = self._guessed(self._inputs(pixels), 1, among)
-            return [(guess.task, guess.task_confidence or 0.0) for guess in found]
 
     def _features(self, x: Tensor) -> tuple[Gaussians, Tensor]:
         """The label space, and the features of images under the pre-trained network."""
         if self._space is None:
             self._space = self.bundle.label_space()
             self._classes = [(task, label) for task in self._space.tasks for label in self.tasks[task].classes]
-        run = None
-        if self._runners is not None:
-            run = self._runners.find("pretrained", lambda: nn.Sequential(self._load_pretrained(), nn.Identity()))
+        run = None if self._runners is None else self._runners.find("pretrained", self._load_pretrained)
         if run is not None:
             self._pretrained = None  # its weights are the runner's now
         found: Tensor = (run or self._load_pretrained())(x)
@@ -320,38 +285,28 @@ class Predictor:
     def network_for(self, task: str) -> ContinualNet:
         """The network, with this task in it and current; whoever uses it must be the only one."""
         with self._lock:
-            self._make_ready([task])
+            self._make_ready(task)
             self._net.set_task(task)
             return self._net
 
-    def _best(self, logits: Tensor, task: str, top: int) -> tuple[tuple[str, float], ...]:
-        classes = self.tasks[task].classes
-        values, places = logits.softmax(0).topk(min(max(top, 1), len(classes)))
-        return tuple((classes[place], float(value)) for value, place in zip(values, places.tolist(), strict=True))
-
-    def _make_ready(self, tasks: Sequence[str]) -> None:
-        """Have these tasks in memory; those that were used longest ago make room."""
-        for task in tasks:
-            if task not in self._loaded:
-                try:
-                    self.bundle.load_task(self._net, task)
-                except BundleError:
-                    self.unreadable.add(task)
-                    raise
-                self.unreadable.discard(task)
-                self._loaded[task] = None
-            self._loaded.move_to_end(task)
-        while len(self._loaded) > self.ready:
-            self._drop(next(iter(self._loaded)))
+    def _make_ready(self, task: str) -> None:
+        """Have a task in memory; the one that was used longest ago makes room."""
+        if task not in self._heads:
+            try:
+                self.bundle.load_task(self._net, task)
+            except BundleError:
+                self.unreadable.add(task)
+                raise
+            self.unreadable.discard(task)
+            head = self._net.head.linear
+            self._heads[task] = head.weight.detach().clone(), head.bias.detach().clone()
+        self._heads.move_to_end(task)
+        if len(self._heads) > self.ready:
+            self._drop(next(iter(self._heads)))
 
     def _drop(self, task: str) -> None:
-        del self._loaded[task]
+        del self._heads[task]
         self._net.drop_task(task)
-
-
-def _require_one_each(pixels: Tensor, tasks: Sequence[str | None]) -> None:
-    if len(pixels) != len(tasks):
-        raise DataError(f"{len(pixels)} images and {len(tasks)} tasks: give one task for each image, or None")
 
 
 def image_files(given: Sequence[str]) -> list[Path]:

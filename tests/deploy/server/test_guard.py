@@ -13,10 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from confitune.deploy import Prediction, TaskInfo
+from confitune.deploy import Prediction
 from confitune.deploy.server import Limits, create_app, running_server
 from confitune.tasks import UnreadableImageError
-from deploy.shared import FakePredictor, until
+from deploy.shared import FakePredictor, known, until
 
 httpx = pytest.importorskip("httpx", reason="pip install httpx")
 pytest.importorskip("fastapi", reason="pip install 'confitune[serve]'")
@@ -29,7 +29,7 @@ class Sizes(FakePredictor):
     name = "sizes"
 
     def __init__(self, classes=1):
-        self.tasks = {"pets": TaskInfo(("x" * 30,) * classes, None, 1, "2026-05-01")}
+        self.tasks = {"pets": known(("x" * 30,) * classes, None, 1, "2026-05-01")}
         self.predicted = 0
         self.gate = threading.Event()
         self.gate.set()

@@ -12,10 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from confitune.deploy import Prediction, TaskInfo
+from confitune.deploy import Prediction
 from confitune.deploy.server import Limits, running_server
 from confitune.tasks import open_rgb
-from deploy.shared import FakePredictor, until
+from deploy.shared import FakePredictor, known, until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright (its own browsers are not needed)")
 httpx = pytest.importorskip("httpx", reason="pip install httpx")
@@ -32,8 +32,8 @@ class Colours(FakePredictor):
 
     name = "my model"
     tasks = {  # noqa: RUF012
-        "pets": TaskInfo(("cat", EVIL, "fish"), 93.46, 6400, "2026-05-01T10:00:00"),
-        "birds": TaskInfo(("robin", LONG, "wren"), None, 12, "2026-05-02"),
+        "pets": known(("cat", EVIL, "fish"), 93.46, 6400, "2026-05-01T10:00:00"),
+        "birds": known(("robin", LONG, "wren"), None, 12, "2026-05-02"),
     }
 
     def __init__(self):

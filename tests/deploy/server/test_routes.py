@@ -10,11 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from confitune.deploy import Prediction, TaskInfo
+from confitune.deploy import Prediction
 from confitune.deploy.server import Limits, running_server
 from confitune.errors import ConfituneError
 from confitune.tasks import open_rgb
-from deploy.shared import FakePredictor
+from deploy.shared import FakePredictor, known
 
 httpx = pytest.importorskip("httpx", reason="pip install httpx")
 pytest.importorskip("fastapi", reason="pip install 'confitune[serve]'")
@@ -25,8 +25,8 @@ class Colours(FakePredictor):
 
     name = "colours"
     tasks = {  # noqa: RUF012
-        "pets": TaskInfo(("red cat", "green frog", "blue fish"), 93.5, 640, "2026-05-01"),
-        "birds": TaskInfo(("red robin", "green parrot"), None, 12, "2026-05-02"),
+        "pets": known(("red cat", "green frog", "blue fish"), 93.5, 640, "2026-05-01"),
+        "birds": known(("red robin", "green parrot"), None, 12, "2026-05-02"),
     }
 
     def __init__(self):

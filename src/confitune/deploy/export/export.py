@@ -10,16 +10,16 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from confitune import __version__
 from confitune.deploy.bundle import Bundle
-from confitune.deploy.export.content import Steps, content_of
-from confitune.deploy.folding import copied_to_cpu
-from confitune.deploy.held_out import decode_kept
+from confitune.deploy.folding import copied_to_cpu, example_images, folded
 from confitune.errors import ConfituneError
 from confitune.files import write_whole
 from confitune.nn import ContinualNet
@@ -29,16 +29,33 @@ from confitune.tasks.decode import RESIZE
 
 _TOLERANCE = 1e-4
 _COMPARED = 10  # images
+Factors = tuple[Tensor, ...]  # of a change of a weight: B [O, r] and A [r, I], or B, channels [r, I] and windows [r, K]
 
 
-def _found() -> dict[str, Any]:
-    here = __name__.rpartition(".")[0]
-    names = [info.name for info in pkgutil.iter_modules(importlib.import_module(here).__path__)]
-    modules = {name: importlib.import_module(f"{here}.{name}") for name in names if name not in ("export", "content")}
-    return {name: module for name, module in modules.items() if hasattr(module, "ENDING")}
+@dataclass(frozen=True)
+class Own:
+    """What a task has in place of the first one's tensors, by their names in the backbone, and its head."""
+
+    tensors: Mapping[str, Tensor]
+    changes: Mapping[str, Factors]
+    head: nn.Linear
+
+    def same_backbone(self, other: Own) -> bool:
+        """Whether two tasks differ in their heads alone."""
+        mine, theirs = ({**{name: (t,) for name, t in own.tensors.items()}, **own.changes} for own in (self, other))
+        return mine.keys() == theirs.keys() and all(
+            torch.equal(one, two) for name in mine for one, two in zip(mine[name], theirs[name], strict=True)
+        )
 
 
-FORMATS: Mapping[str, Any] = _found()
+@dataclass(frozen=True)
+class Content:
+    """What to write: one task, or all of them for a file that is told which."""
+
+    module: nn.Module  # the first task's network, images to logits, of stock layers alone
+    example: Tensor  # a batch of its input
+    facts: Mapping[str, Any]  # how to use the file, for its metadata; JSON can hold them
+    tasks: Sequence[Own] = ()  # of several: what each has of its own; `module` then has the weights that all share
 
 
 def export_network(
@@ -48,8 +65,7 @@ def export_network(
     *,
     size: int | Size,
     preprocess: Preprocess | None = None,
-    cut: Steps = (),
-    version: str | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Write one task of `net`, or several, as a single file with weights and metadata inside.
 
@@ -58,20 +74,70 @@ def export_network(
         path: its ending says the format; folders are made.
         size: of the images, (height, width) or one number for both.
         preprocess: how images become network input; its steps, mean and std are written into the metadata.
-        cut: what was done to images before, for the metadata as well.
-        version: of the bundle, likewise.
+        facts: more for the metadata, or in place of what is written there.
     """
-    write, several = _format_of(path).write, not isinstance(task, str)
-    content = content_of(net, list(task) if several else [str(task)], size, preprocess, cut, version, several)
+    write, names = _format_of(path).write, [task] if isinstance(task, str) else list(task)
+    plane = (size, size) if isinstance(size, int) else (size[0], size[1])
+    for name in names:
+        net.task_state_dict(name)  # or an error that names those there are
+        trained = net.tasks[name].image_size if net.tasks[name].finished else None
+        if any(part.input_means for part in net.parts.values()) and trained not in (None, plane):
+            raise ConfituneError(
+                f"task {name!r} was trained on images of {trained}, and its recovered means hold for that size alone: "
+                f"export it with size={trained}, not {plane}"
+            )
+    kind, module = type(net.backbone).__name__, folded(net, names[0])
+    example = example_images(module[0], plane)
+    if example is None or example.dim() != 4:
+        raise ConfituneError(f"{kind} does not run on images of {plane}: pass the size it was made for")
+    said: dict[str, Any] = {
+        "confitune": __version__,
+        "tasks": [{"name": name, "classes": list(net.tasks[name].classes)} for name in names],
+        "size": plane,
+    }
+    if preprocess is not None:
+        said |= {"steps": _steps(preprocess), "mean": preprocess.mean, "std": preprocess.std}
+    owned = () if isinstance(task, str) else _owned(net, names, module[0])
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        data = write(content)
+        data = write(Content(module, example, {**said, **(facts or {})}, owned))
     except ConfituneError:
         raise
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
-        raise ConfituneError(f"{path.suffix} files cannot take {type(net.backbone).__name__}: {first}") from error
+        raise ConfituneError(f"{path.suffix} files cannot take {kind}: {first}") from error
     write_whole(path, lambda out: out.write(data))
+
+
+def _steps(preprocess: Preprocess) -> list[tuple[str, int]]:
+    """The short side that images are resized to, the centre square that is cut; bilinear, as Pillow does it."""
+    sides = {"resize": preprocess.resize, "crop": preprocess.crop}
+    return [(step, side) for step, side in sides.items() if side is not None]
+
+
+@torch.no_grad()
+def _owned(net: ContinualNet, tasks: Sequence[str], backbone: nn.Module) -> list[Own]:
+    """What each task has of its own; `backbone`, the first one's, gets the weights that all share."""
+    plain, changed = dict(net.backbone.named_parameters()), _changes(net, tasks[0])
+    for name, tensor in backbone.state_dict().items():
+        if name in changed:
+            tensor.copy_(plain[name])
+    found, shared = [], backbone.state_dict()
+    for task in tasks:
+        module, changes = folded(net, task), _changes(net, task)
+        state = {name: tensor for name, tensor in module[0].state_dict().items() if name not in changes}
+        own = {name: tensor for name, tensor in state.items() if not torch.equal(tensor, shared[name])}
+        head = module[1]
+        assert isinstance(head, nn.Linear)
+        found.append(Own(own, changes, head))
+    return found
+
+
+def _changes(net: ContinualNet, task: str) -> dict[str, Factors]:
+    state = net.task_state_dict(task)
+    layers = [key.removesuffix(".delta.b") for key in state if key.endswith(".delta.b")]
+    factors = {layer: [state.get(f"{layer}.delta.{key}") for key in ("b", "a", "window")] for layer in layers}
+    return {f"{layer}.weight": tuple(f.cpu() for f in found if f is not None) for layer, found in factors.items()}
 
 
 def check_export(path: Path, net: ContinualNet, task: str, images: Tensor) -> float:
@@ -119,15 +185,15 @@ def export_bundle(path: Path, task: str | None, out: Path | None = None, to: str
     net, ready = bundle.load_network(tasks), bundle.network.preprocess()
     name = path.resolve().name if task is None else task
     out = out or Path(re.sub(r"[^\w-]+", "_", name) + FORMATS[to].ENDING)
-    cut = (("resize", RESIZE), ("crop", CROP))
-    export_network(net, task or tasks, out, size=bundle.network.size, preprocess=ready, cut=cut, version=bundle.version)
+    facts = {"version": bundle.version, "steps": [("resize", RESIZE), ("crop", CROP), *_steps(ready)]}
+    export_network(net, task or tasks, out, size=bundle.network.size, preprocess=ready, facts=facts)
     return out, max(check_export(out, net, name, ready(_some_images(bundle, name))) for name in tasks)
 
 
 def _some_images(bundle: Bundle, task: str) -> Tensor:
     kept = bundle.held_out(task)
-    if kept is not None and len(kept["labels"]):
-        return torch.stack(decode_kept(kept, task)[:_COMPARED])
+    if kept is not None:
+        return kept.test.pixels[:_COMPARED]
     chance = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (_COMPARED, 3, CROP, CROP), dtype=torch.uint8, generator=chance)
 
@@ -137,3 +203,12 @@ def _format_of(path: Path) -> Any:
         if path.suffix == module.ENDING:
             return module
     raise ConfituneError(f"{path}: files end in {' or '.join(module.ENDING for module in FORMATS.values())}")
+
+
+def _found() -> dict[str, Any]:
+    package = __name__.rpartition(".")[0]
+    names = [info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)]) if info.name != "export"]
+    return {name: importlib.import_module(f"{package}.{name}") for name in names}
+
+
+FORMATS: Mapping[str, Any] = _found()

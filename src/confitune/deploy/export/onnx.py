@@ -19,14 +19,16 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from confitune.deploy.export.content import Content, Own
 from confitune.errors import ConfituneError
+
+if TYPE_CHECKING:
+    from confitune.deploy.export.export import Content, Own
 
 ENDING = ".onnx"
 

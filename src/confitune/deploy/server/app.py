@@ -11,11 +11,11 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from confitune.deploy.predictor import Predictor
 from confitune.deploy.server.batching import Batcher
-from confitune.deploy.server.limits import Limits
+from confitune.deploy.server.limits import Guard, Limits, Load
 from confitune.errors import ConfituneError
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("fastapi", "uvicorn", "python_multipart")
 _BACKLOG = 2048
+_SPARE = 64  # connections beside those of the limit: for health, and to be told 503
+_AT_ONCE = 16384  # bytes that are taken apart before anyone else has a turn
 
 
 def require_server_packages() -> None:
@@ -44,9 +46,7 @@ def create_app(predictor: Predictor, limits: Limits | None = None, hosts: Sequen
     from fastapi import FastAPI
 
     import confitune
-    from confitune.deploy.server.answers import handle_errors
-    from confitune.deploy.server.guard import Guard, Load
-    from confitune.deploy.server.routes import add_page, add_routes
+    from confitune.deploy.server.routes import add_page, add_routes, handle_errors
 
     limits = limits or Limits()
     batcher, load = Batcher(predictor, limits), Load()
@@ -135,11 +135,9 @@ def _server(predictor: Predictor, limits: Limits, hosts: Sequence[str]) -> uvico
     app = create_app(predictor, limits, hosts)
     import uvicorn
 
-    from confitune.deploy.server.protocol import bounded_protocol
-
     config = uvicorn.Config(
         app,
-        http=bounded_protocol(limits),
+        http=_bounded_protocol(limits),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -151,3 +149,44 @@ def _server(predictor: Predictor, limits: Limits, hosts: Sequence[str]) -> uvico
         timeout_graceful_shutdown=limits.shutdown_seconds,
     )
     return uvicorn.Server(config)
+
+
+def _bounded_protocol(limits: Limits) -> type[asyncio.Protocol]:
+    """uvicorn's protocol with bounds on connections.
+
+    uvicorn counts connections whether they ask anything or not, and turns everyone away above a number. And a body in
+    pieces of one byte costs it a thousand times the work of a whole one. Here whoever is silent makes room, and nobody
+    keeps the server busy with the wrapping of a body.
+    """
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Bounded(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._since, self._wrapping, self._body = self.loop.time(), 0, 0
+            if len(self.connections) > limits.connections:
+                idle: list[Any] = [other for other in self.connections if other is not self and not _asks(other)]
+                if idle:
+                    min(idle, key=lambda other: other._since).transport.abort()
+                elif len(self.connections) > limits.connections + _SPARE:
+                    transport.abort()
+
+        def data_received(self, data: bytes) -> None:
+            for start in range(0, len(data), _AT_ONCE):
+                part, cycle = data[start : start + _AT_ONCE], self.cycle
+                before = 0 if cycle is None else len(cycle.body)
+                super().data_received(part)
+                if self.cycle is not cycle:
+                    self._wrapping = self._body = before = 0
+                gained = 0 if self.cycle is None else max(len(self.cycle.body) - before, 0)
+                self._body += gained
+                self._wrapping += len(part) - gained
+                if self._wrapping > max(self._body, _AT_ONCE) + _AT_ONCE:
+                    self.transport.abort()
+                    return
+
+    return Bounded
+
+
+def _asks(connection: Any) -> bool:
+    return connection.cycle is not None and not connection.cycle.response_complete

@@ -1,4 +1,4 @@
-"""What can be asked of the server: by programs, and by people, who get a page."""
+"""What can be asked of the server, by programs and by people, who get a page; and what goes over the wire."""
 
 from __future__ import annotations
 
@@ -6,27 +6,82 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from http import HTTPStatus
 from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from pydantic import BaseModel, Field
 from starlette.datastructures import ImmutableMultiDict, UploadFile
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from confitune.deploy.predictor import Prediction, Predictor
-from confitune.deploy.server.answers import (
-    ERRORS,
-    ClassScore,
-    ImagePrediction,
-    OtherScore,
-    PredictAnswer,
-    TaskEntry,
-    TasksAnswer,
-)
 from confitune.deploy.server.batching import Batcher
-from confitune.deploy.server.guard import Load
-from confitune.deploy.server.limits import Limits, Refusal, megabytes, unknown_task
+from confitune.deploy.server.limits import Limits, Load, Refusal, megabytes, unknown_task
+
+
+class ClassScore(BaseModel):
+    """A class and how probable it is."""
+
+    name: str
+    probability: float = Field(description="0 to 1; those of a task add up to 1, or to the confidence in the task")
+
+
+class OtherScore(ClassScore):
+    """A class of another task."""
+
+    task: str
+
+
+class ImagePrediction(BaseModel):
+    """What was found in one image."""
+
+    image: str = Field(description="the file's name, as it was sent")
+    task: str | None = Field(description="null if the image looks like nothing that was learned")
+    task_confidence: float | None = Field(description="of a guessed task, 0 to 1; null where the task was given")
+    unknown: bool = Field(description="true if the image looks like nothing that was learned")
+    classes: list[ClassScore] = Field(description="best first; if unknown, what it looks like most")
+    others: list[OtherScore] = Field(description="where the task was not given: classes of other tasks, best first")
+    version: str = Field(description="of the model that answered: another one after every change of it")
+
+
+class PredictAnswer(BaseModel):
+    """Predictions in the order of the images."""
+
+    predictions: list[ImagePrediction]
+    milliseconds: float = Field(description="from the end of the request's body to the answer")
+
+
+class TaskEntry(BaseModel):
+    """A task the model has learned: some of its record."""
+
+    name: str
+    classes: list[str]
+    accuracy: float | None = Field(description="in percent, on images it was not trained on; null if not measured")
+    images: int = Field(description="it was learned from")
+    learned: str = Field(description="ISO date")
+
+
+class TasksAnswer(BaseModel):
+    """The model and its tasks in the order they were learned."""
+
+    name: str
+    version: str = Field(description="another one after every change of the model")
+    tasks: list[TaskEntry]
+    limits: dict[str, int] = Field(description="of a request: body_bytes, image_bytes and images")
+
+
+class ErrorAnswer(BaseModel):
+    """Why there is no other answer."""
+
+    error: str = Field(description="for programs: busy, unknown-task, unreadable-image, ...")
+    detail: str = Field(description="for people: what was wrong and what to do")
+    image: str | None = Field(default=None, description="the image it is about")
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
 
 _LONGEST_FIELD = 1024  # bytes
 _LONGEST_NAME = 200
@@ -76,6 +131,21 @@ _PAGE_HEADERS = {
 }
 
 
+def handle_errors(app: FastAPI) -> None:
+    """Answer refusals, unknown paths and unreadable forms in one shape."""
+
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, error: Refusal) -> Response:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        word = HTTPStatus(error.status_code).phrase.lower().replace(" ", "-")
+        response = Refusal(error.status_code, word, str(error.detail)).response()
+        response.headers.update(error.headers or {})
+        return response
+
+
 def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, load: Load, limits: Limits) -> None:
     """The programs' side of an app."""
 
@@ -101,7 +171,10 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, load: Load,
         del images  # decoders have them
         found = await _wait(request, answers, limits.request_seconds)
         content = PredictAnswer(
-            predictions=[_shown(name, prediction, wanted) for name, prediction in zip(names, found, strict=True)],
+            predictions=[
+                ImagePrediction(image=name, unknown=one.task is None, version=one.version, **one.told(wanted))
+                for name, one in zip(names, found, strict=True)
+            ],
             milliseconds=round(1000 * (time.perf_counter() - began), 2),
         )
         return Response(content.model_dump_json(), media_type="application/json")
@@ -112,7 +185,10 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, load: Load,
         return TasksAnswer(
             name=predictor.name,
             version=predictor.version,
-            tasks=[TaskEntry(name=name, **vars(info)) for name, info in predictor.tasks.items()],
+            tasks=[
+                TaskEntry(name=name, **{**vars(record), "accuracy": record.newest_accuracy})
+                for name, record in predictor.tasks.items()
+            ],
             limits={name: getattr(limits, name) for name in ("body_bytes", "image_bytes", "images")},
         )
 
@@ -216,15 +292,3 @@ def _retrieved(found: asyncio.Future[Any]) -> None:
 async def _client_leaves(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _shown(name: str, prediction: Prediction, top: int) -> ImagePrediction:
-    return ImagePrediction(
-        image=name,
-        task=prediction.task,
-        task_confidence=prediction.task_confidence,
-        unknown=prediction.task is None,
-        classes=[ClassScore(name=label, probability=p) for label, p in prediction.classes[:top]],
-        others=[OtherScore(task=task, name=label, probability=p) for task, label, p in prediction.others[:top]],
-        version=prediction.version,
-    )

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from confitune.deploy import BundleError
-from confitune.deploy.format import StoredFile, TensorFiles, file_name
+from confitune.deploy.bundle import StoredFile
+from confitune.deploy.bundle.store import Store
 
 
 def test_tensors_come_back_as_they_were_stored(tmp_path, real):
@@ -21,22 +22,22 @@ def test_tensors_come_back_as_they_were_stored(tmp_path, real):
         "none": torch.zeros(0, 4),
         "one": torch.tensor(True),
     }
-    stored = TensorFiles(tmp_path).store("tasks", kinds, {"some": "words"})
-    before = (tmp_path / file_name("tasks", stored)).read_bytes()
-    found = TensorFiles(tmp_path).read("tasks", stored)
+    stored = Store(tmp_path).store("tasks", kinds, some="words")
+    before = (tmp_path / stored.name).read_bytes()
+    found = Store(tmp_path).read(stored)
     assert found.keys() == kinds.keys()
     for key, tensor in kinds.items():
         assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(found[key], tensor)
     found["half"].zero_()
-    assert (tmp_path / file_name("tasks", stored)).read_bytes() == before
+    assert (tmp_path / stored.name).read_bytes() == before
 
 
 @pytest.mark.parametrize("kind", [torch.uint16, torch.int16, torch.complex64])
 def test_tensors_of_a_kind_that_no_bundle_has_are_refused(tmp_path, kind):
-    stored = TensorFiles(tmp_path).store("tasks", {"a": torch.zeros(3, dtype=kind)}, {})
+    stored = Store(tmp_path).store("tasks", {"a": torch.zeros(3, dtype=kind)})
     with pytest.raises(BundleError, match="a kind that no bundle has"):
-        TensorFiles(tmp_path).read("tasks", stored)
+        Store(tmp_path).read(stored)
 
 
 @pytest.mark.parametrize(
@@ -57,16 +58,16 @@ def test_tensors_of_a_kind_that_no_bundle_has_are_refused(tmp_path, kind):
 def test_a_header_that_lies_is_refused(tmp_path, entry):
     header = json.dumps({"a": entry}).encode()
     data = len(header).to_bytes(8, "little") + header + bytes(8)
-    stored = StoredFile(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+    stored = StoredFile(folder="tasks", sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
     (tmp_path / "tasks").mkdir()
-    (tmp_path / file_name("tasks", stored)).write_bytes(data)
+    (tmp_path / stored.name).write_bytes(data)
     with pytest.raises(BundleError, match="holds no tensors"):
-        TensorFiles(tmp_path).read("tasks", stored)
+        Store(tmp_path).read(stored)
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path):
-    files = TensorFiles(tmp_path)
+    files = Store(tmp_path)
     for bad in (float("nan"), float("inf")):
-        stored = files.store("tasks", {"head.weight": torch.tensor([0.0, bad])}, {})
+        stored = files.store("tasks", {"head.weight": torch.tensor([0.0, bad])})
         with pytest.raises(BundleError, match="not finite"):
-            files.read("tasks", stored)
+            files.read(stored)

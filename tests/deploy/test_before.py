@@ -1,11 +1,11 @@
 """A damaged bundle goes back to what it was before its last change, says so, and changes nothing until it is mended."""
 
 import importlib
-import json
 import logging
 import shutil
 import sys
 from contextlib import suppress
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 
 from confitune import cli
 from confitune.deploy import Bundle, BundleError, TaskRecord, examine
-from confitune.deploy.format import Added, Checked, Removed, Renamed, StoredFile, TensorFiles, file_name, files_of
-from confitune.deploy.journal import State
+from confitune.deploy.bundle.store import Store
 from deploy.shared import NETWORK, add, answers, backbone_of, contents, edited, flipped
 
 learning = importlib.import_module("confitune.deploy.learn")  # the package has a function of that name
-journal = importlib.import_module("confitune.deploy.journal")
 
 
 @pytest.fixture
@@ -56,23 +54,23 @@ def test_a_whole_bundle_warns_of_nothing(taught, warned):
     assert warned() == []
 
 
-def test_a_flipped_byte_of_the_head_goes_back(taught, taught_once, warned):
+def test_a_flipped_byte_of_the_manifest_goes_back(taught, taught_once, warned):
     path = taught(2)
-    head = path / "bundle.json"
-    data = head.read_bytes()
+    manifest = path / "bundle.json"
+    data = manifest.read_bytes()
     for position in range(0, len(data), 5):
-        head.write_bytes(flipped(data, position))
-        assert as_before(path, head, taught_once, warned)
+        manifest.write_bytes(flipped(data, position))
+        assert as_before(path, manifest, taught_once, warned)
     for other in (data[:-2], data + b"x", b"", b"null"):
-        head.write_bytes(other)
-        assert as_before(path, head, taught_once, warned)
+        manifest.write_bytes(other)
+        assert as_before(path, manifest, taught_once, warned)
 
 
-@pytest.mark.parametrize("how", ["head gone", "backbone gone", "backbone cut", "backbone flipped", "index cut"])
+@pytest.mark.parametrize("how", ["manifest gone", "backbone gone", "backbone cut", "backbone flipped"])
 def test_the_state_before_answers_as_it_did(taught, taught_once, warned, how):
     path = taught(2)
     name, _, done = how.partition(" ")
-    file = {"head": path / "bundle.json", "backbone": backbone_of(path), "index": path / "index.jsonl"}[name]
+    file = {"manifest": path / "bundle.json", "backbone": backbone_of(path)}[name]
     data = file.read_bytes()
     if done == "gone":
         file.unlink()
@@ -85,18 +83,12 @@ def test_the_state_before_answers_as_it_did(taught, taught_once, warned, how):
     assert torch.equal(found["reds"], expected["reds"])
 
 
-def test_a_flipped_byte_of_the_index_goes_back_or_is_an_error(taught, taught_once, warned):
-    path = taught(2)
-    index, kept = path / "index.jsonl", json.loads((path / "bundle.before.json").read_bytes())["index_bytes"]
-    data = index.read_bytes()
-    assert 200 < kept < len(data) - 200
-    for position in range(1, len(data), 7):
-        index.write_bytes(flipped(data, position))
-        if position >= kept:
-            assert as_before(path, index, taught_once, warned)
-        else:  # what both states need
-            with pytest.raises(BundleError, match=r"index\.jsonl is damaged"):
-                Bundle.open(path)
+def test_a_bundle_of_one_task_has_a_second_copy_of_its_manifest(taught, taught_once):
+    path = taught(1)
+    (path / "bundle.json").unlink()
+    assert torch.equal(answers(path)["reds"], answers(taught_once[1])["reds"])
+    assert len(examine(path, repair=True).findings) == 1
+    assert contents(path) == contents(taught_once[1])
 
 
 def test_where_both_states_are_damaged_the_newest_is_named(taught):
@@ -114,26 +106,26 @@ def test_where_both_states_are_damaged_the_newest_is_named(taught):
         Bundle.open(path)
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [1, 2, 4])
 def test_another_format_is_no_damage(taught, number):
     path = taught(2)
     edited(path / "bundle.json", format=number)
-    with pytest.raises(BundleError, match=rf"was written by another version of confitune \(format {number}, not 2\)"):
+    with pytest.raises(BundleError, match=rf"was written by another version of confitune \(format {number}, not 3\)"):
         Bundle.open(path)
 
 
 def test_a_bundle_that_is_changed_twice_while_it_is_opened_is_not_called_damaged(
     taught, taught_once, monkeypatch, warned
 ):
-    path, check = taught(1), TensorFiles.check
+    path, check = taught(1), Store.check
 
     def late(self, *file):
-        monkeypatch.setattr(TensorFiles, "check", check)
+        monkeypatch.setattr(Store, "check", check)
         shutil.rmtree(path)
         shutil.copytree(taught_once[3], path)
         check(self, *file)
 
-    monkeypatch.setattr(TensorFiles, "check", late)
+    monkeypatch.setattr(Store, "check", late)
     bundle = Bundle.open(path)
     assert list(bundle.tasks) == ["reds", "stripes", "greens"]
     assert (bundle.damage, warned()) == (None, [])
@@ -193,10 +185,10 @@ def test_a_file_that_is_restored_ends_it(taught):
 # ---- mending ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["head", "backbone"])
+@pytest.mark.parametrize("part", ["manifest", "backbone"])
 def test_repair_goes_back_for_good(taught, taught_once, teach, part):
     path = taught(2)
-    file = path / "bundle.json" if part == "head" else backbone_of(path)
+    file = path / "bundle.json" if part == "manifest" else backbone_of(path)
     file.write_bytes(file.read_bytes()[:-3])
     before = contents(path)
     (finding,) = examine(path).findings
@@ -213,98 +205,90 @@ def test_repair_goes_back_for_good(taught, taught_once, teach, part):
     assert list(Bundle.open(path).tasks) == ["reds"]
     teach("stripes", path)  # and it is learned on from there
     assert Bundle.open(path).lineage == Bundle.open(taught_once[2]).lineage
-    assert (path / "index.jsonl").read_bytes().startswith(one["index.jsonl"])
     assert examine(path).findings == []
 
 
 # ---- damage to what is kept for it -----------------------------------------------------------------------------------
 
 
-def test_a_change_replaces_a_damaged_head_before(taught):
+def test_a_change_replaces_a_damaged_manifest_before(taught):
     path = taught(2)
     old = backbone_of(path, "bundle.before.json")
     (path / "bundle.before.json").write_bytes(b"{")
-    bundle, head = Bundle.open(path), (path / "bundle.json").read_bytes()
+    bundle, manifest = Bundle.open(path), (path / "bundle.json").read_bytes()
+    assert old in bundle.leftovers()  # nothing says any more that it is needed
     with bundle.changing():
         bundle.rename_task("reds", "rot")
-    assert (path / "bundle.before.json").read_bytes() == head
-    assert old in bundle.leftovers()  # nothing says any more that it was needed
-    assert {file.parent.name for file in bundle.leftovers()} == {"backbones", "features"}
-    examine(path, repair=True)
+    assert (path / "bundle.before.json").read_bytes() == manifest
+    assert not old.exists()
     assert examine(path).findings == []
 
 
-def test_a_head_before_that_cannot_be_written_is_no_failed_change(taught, monkeypatch, warned):
+def test_a_manifest_before_that_cannot_be_written_is_no_change(taught, monkeypatch):
     path = taught(2)
-    before = contents(path)
-    real = journal.write_whole
+    before, real = contents(path), Store.write_manifest
 
-    def full(target, write):
-        if target.name == "bundle.before.json":
+    def full(self, name, manifest):
+        if name == "bundle.before.json":
             raise OSError(28, "No space left on device")
-        real(target, write)
+        real(self, name, manifest)
 
-    monkeypatch.setattr(journal, "write_whole", full)
+    monkeypatch.setattr(Store, "write_manifest", full)
     bundle = Bundle.open(path)
-    with bundle.changing():
+    with pytest.raises(OSError, match="No space left"), bundle.changing():
         bundle.rename_task("reds", "rot")
-    assert "bundle.before.json cannot be written: [Errno 28] No space left on device" in warned()[0]
-    assert list(Bundle.open(path).tasks) == ["rot", "stripes"]
-    assert set(contents(path)) == set(before)  # what the older state needs is still there
+    assert list(bundle.tasks) == ["reds", "stripes"]
+    assert contents(path) == before
+
+
+def test_a_change_that_ends_between_the_two_manifests_has_not_happened(taught, monkeypatch):
+    path = taught(2)
+    real = Store.write_manifest
+
+    def killed(self, name, manifest):
+        if name == "bundle.json":
+            raise KeyboardInterrupt
+        real(self, name, manifest)
+
+    monkeypatch.setattr(Store, "write_manifest", killed)
+    bundle = Bundle.open(path)
+    with pytest.raises(KeyboardInterrupt), bundle.changing():
+        bundle.rename_task("reds", "rot")
     monkeypatch.undo()
-    (path / "bundle.json").rename(path / "aside")
-    assert list(Bundle.open(path).tasks) == ["reds"]
-    (path / "aside").rename(path / "bundle.json")
-    with bundle.changing():
-        bundle.rename_task("rot", "reds")
-    assert bundle.leftovers() == []
-    assert len(list((path / "backbones").iterdir())) == 2  # one is the network before its first task
+    assert (path / "bundle.json").read_bytes() == (path / "bundle.before.json").read_bytes()
+    assert list(Bundle.open(path).tasks) == ["reds", "stripes"]
+    with pytest.raises(BundleError, match="can be undone"):
+        Bundle.open(path).go_back()
+    assert all(finding.remedy == "deleted" for finding in examine(path, repair=True).findings)
+    assert examine(path).findings == []
 
 
-# ---- the index -------------------------------------------------------------------------------------------------------
+# ---- what changes say ------------------------------------------------------------------------------------------------
 
 NAMES = st.sampled_from("abcdefg")
-FILES = st.sampled_from("0123")
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["add", "rename", "remove", "check"]), NAMES, NAMES, FILES), max_size=30))
-def test_the_state_is_that_of_a_plain_list(steps):
-    state, plain, accuracy = State(), [], {}
-    for kind, name, other, file in steps:
-        known = [task for task, _ in plain]
-        stored = StoredFile(sha256=file * 64, bytes=1)
-        if kind == "add" and name not in known:
-            record = TaskRecord(classes=("a", "b"), file=stored, held_out=stored if file < "2" else None)
-            assert state.happened(Added(task=name, record=record)) == []
-            plain.append((name, record))
-        elif kind == "rename" and name in known and other not in known:
-            state.happened(Renamed(task=name, to=other))
-            plain = [(other if task == name else task, record) for task, record in plain]
-            accuracy = {other if task == name else task: value for task, value in accuracy.items()}
-        elif kind == "remove" and name in known:
-            gone = dict(plain)[name]
-            assert state.happened(Removed(task=name)) == [file_name(*file) for file in files_of(gone)]
-            plain = [(task, record) for task, record in plain if task != name]
-            accuracy.pop(name, None)
-        elif kind == "check" and name in known:
-            state.happened(Checked(after=name, accuracy={name: len(plain)}))
-            accuracy[name] = len(plain)
-    assert list(state.tasks.items()) == plain
-    assert len(state.tasks) == len(plain)
-    assert state.accuracy == accuracy
-    assert not plain or next(reversed(state.tasks)) == plain[-1][0]
-    needed = {name for _, record in plain for name in (file_name(*file) for file in files_of(record))}
-    assert state.needed() == needed
-
-
-def test_an_index_that_speaks_of_no_task_is_damaged(tmp_path, real, backbone):
-    bundle = Bundle(tmp_path / "model", NETWORK)
-    with bundle.changing():
-        add(bundle, "a", real, 1, shared=backbone)
-        add(bundle, "b", real, 2)
-        bundle._state.happened(Renamed(task="b", to="c"))  # so that an event is written that cannot have been
-        bundle._commit([Removed(task="c")])
-    (tmp_path / "model" / "bundle.before.json").unlink()
-    with pytest.raises(BundleError, match=r"line 5, is damaged: there is no task 'c'"):
-        Bundle.open(tmp_path / "model")
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["add", "rename", "remove", "check"]), NAMES, NAMES), max_size=12))
+def test_a_bundle_is_a_plain_list_of_tasks(tmp_path_factory, real, backbone, steps):
+    path, plain = tmp_path_factory.mktemp("steps") / "model", {"first": 50.0}
+    bundle = Bundle(path, NETWORK)
+    with patch("os.fsync"), bundle.changing():
+        add(bundle, "first", real, 1, shared=backbone)
+        for number, (kind, name, other) in enumerate(steps):
+            if kind in ("add", "check") and name not in plain:
+                checked = {"first": float(number)} if kind == "check" and "first" in plain else {}
+                stored = bundle.store_task({"head.bias": torch.full((2,), float(number))}, "ab")
+                bundle.add_task(name, TaskRecord(classes=("a", "b"), file=stored), checked=checked)
+                plain = {**plain, name: None, **checked}
+            elif kind == "rename" and name in plain and other not in plain:
+                bundle.rename_task(name, other)
+                plain = {other if task == name else task: value for task, value in plain.items()}
+            elif kind == "remove" and name in plain and len(plain) > 1:
+                bundle.remove_task(name)
+                del plain[name]
+        found = Bundle.open(path)
+        for state in (bundle, found):
+            assert [(name, record.checked) for name, record in state.tasks.items()] == [*plain.items()]
+        assert bundle.leftovers() == []
+    assert found.version == bundle.version

@@ -1,0 +1,6 @@
+"""A folder with one network and what it has learned so far."""
+
+from confitune.deploy.bundle.bundle import Bundle
+from confitune.deploy.bundle.format import BundleError, DamagedError, MethodOptions, Network, StoredFile, TaskRecord
+
+__all__ = ["Bundle", "BundleError", "DamagedError", "MethodOptions", "Network", "StoredFile", "TaskRecord"]

@@ -1,0 +1,202 @@
+"""The files of a bundle on disk: tensors under the hash of what they hold, manifests that are whole or as they were.
+
+A bundle may come from anyone: links are not followed, and what a file declares is checked before it is believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from confitune.deploy.bundle.format import (
+    BEFORE,
+    FOLDERS,
+    LOCK,
+    MANIFEST,
+    BundleError,
+    DamagedError,
+    Manifest,
+    StoredFile,
+)
+from confitune.files import exclusive, open_plain, require_plain, write_whole
+
+_FOLDER = f"({'|'.join(FOLDERS)})/"
+_OWN = re.compile(
+    rf"{_FOLDER}[0-9a-f]{{64}}\.safetensors|({_FOLDER})?([0-9a-f]{{64}}|bundle|bundle\.before)\.[0-9a-f]{{32}}\.partial"
+)
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_KINDS = {*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether a folder holds a bundle, be it a damaged one."""
+    return (path / MANIFEST).is_file() or (path / BEFORE).is_file()
+
+
+class Store:
+    """The files in the folder of a bundle.
+
+    A file of tensors is compared with its hash when it is first needed, and with its size always.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._whole: set[str] = set()  # names of files that were compared
+
+    # ---- tensors -----------------------------------------------------------------------------------------------------
+
+    def store(self, folder: Any, tensors: Mapping[str, Tensor], **about: object) -> StoredFile:
+        """Write tensors to `<sha256>.safetensors`; the same ones again are not written again.
+
+        Args:
+            folder: which of `FOLDERS`.
+            about: goes into the file's own metadata, so that it can be read without the bundle.
+        """
+        # One entry: safetensors writes several in an order of its own each time, and the same would not be one file.
+        metadata = {"confitune": json.dumps({"holds": folder, **about}, sort_keys=True)}
+        data = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, metadata)
+        stored = StoredFile(folder=folder, sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+        self._whole.discard(stored.name)
+        try:
+            self.check(stored)
+        except DamagedError:  # or it is not there yet
+            (self.root / folder).mkdir(parents=True, exist_ok=True)
+            write_whole(self.root / stored.name, lambda out: out.write(data))
+        return stored
+
+    def check(self, stored: StoredFile) -> bytes:
+        """The file as it was stored; raises if it is not that."""
+        path = self.root / stored.name
+        try:
+            with open_plain(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != stored.bytes:
+                    raise DamagedError(f"{path} is damaged: {size} bytes, not {stored.bytes}; restore it from a copy")
+                data = file.read()
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read: {error}; restore it from a copy") from error
+        if stored.name not in self._whole and hashlib.sha256(data).hexdigest() != stored.sha256:
+            raise DamagedError(f"{path} is damaged: its hash is not its name; restore it from a copy")
+        self._whole.add(stored.name)
+        return data
+
+    def read(self, stored: StoredFile) -> dict[str, Tensor]:
+        """The tensors that `store` wrote."""
+        data, path = self.check(stored), self.root / stored.name
+        try:
+            tensors = load(data)
+        except Exception as error:  # whatever a file can be that only its hash vouches for
+            raise BundleError(f"{path} holds no tensors: {error}") from error
+        if not {tensor.dtype for tensor in tensors.values()} <= _KINDS:
+            raise BundleError(f"{path} holds tensors of a kind that no bundle has")
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            raise BundleError(f"{path} holds numbers that are not finite: nothing can be predicted with them")
+        return tensors
+
+    # ---- manifests ---------------------------------------------------------------------------------------------------
+
+    def write_manifest(self, name: str, manifest: Manifest) -> None:
+        """The file is whole, or as it was."""
+        write_whole(self.root / name, lambda out: out.write(manifest.to_bytes()))
+
+    def read_manifest(self, name: str = MANIFEST) -> Manifest:
+        """What a manifest says."""
+        path = self.root / name
+        try:
+            with open_plain(path) as file:
+                data = file.read()
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read: {error}; restore it from a copy") from error
+        return Manifest.from_bytes(data, str(path))
+
+    def newest(self) -> tuple[Manifest, str | None]:
+        """What the bundle is; where its manifest or what all tasks share is damaged, what it was before.
+
+        Returns:
+            The manifest, and what is damaged: None where it is the newest.
+        """
+        if not is_bundle(self.root):
+            raise BundleError(f"{self.root} holds no bundle: `confitune learn` makes one")
+        self._require_own()
+        while True:
+            manifest = None
+            try:
+                manifest = self.read_manifest()
+                return self._checked(manifest), None
+            except DamagedError as error:
+                with suppress(DamagedError):
+                    if self.read_manifest() != manifest:
+                        continue  # it was changed twice meanwhile, and what the manifest named is gone
+                try:
+                    return self._checked(self.read_manifest(BEFORE)), str(error)
+                except BundleError:
+                    raise error from None
+
+    def before(self) -> Manifest:
+        """What the bundle was before its last change."""
+        before = self.read_manifest(BEFORE)
+        with suppress(DamagedError):
+            if before == self.read_manifest():  # as after the first task, and after going back
+                raise BundleError(
+                    f"nothing of {self.root} can be undone: only its last change, once, not its first task"
+                )
+        return self._checked(before)
+
+    def _checked(self, manifest: Manifest) -> Manifest:
+        for stored in manifest.shared_files():
+            self.check(stored)
+        return manifest
+
+    # ---- the folder --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within, no other process changes the bundle."""
+
+        def busy() -> None:
+            raise BundleError(f"another process is changing {self.root}; try again when it is done")
+
+        self._require_own()
+        with exclusive(self.root / LOCK, busy) as held:
+            if not held:
+                raise BundleError(
+                    f"{self.root} cannot be locked, so two changes could undo each other: use a local disk"
+                )
+            yield
+
+    def leftovers(self, manifest: Manifest | None) -> list[Path]:
+        """Files with names that only a bundle gives which neither this manifest nor the one before needs."""
+        needed = set() if manifest is None else manifest.files()
+        with suppress(BundleError):
+            needed |= self.read_manifest(BEFORE).files()
+        return [self.root / name for name in self._names() if _OWN.fullmatch(name) and name not in needed]
+
+    def foreign(self) -> list[str]:
+        """What is in the folder that no bundle writes."""
+        return [name for name in self._names() if name not in (LOCK, *FOLDERS) and not _OWN.fullmatch(name)]
+
+    def _names(self) -> list[str]:
+        found = [*self.root.glob("*"), *(entry for folder in FOLDERS for entry in (self.root / folder).glob("*"))]
+        return sorted(entry.relative_to(self.root).as_posix() for entry in found)
+
+    def _require_own(self) -> None:
+        """Refuse a bundle of links and other things that are no files: a change would reach what is not its own."""
+        try:
+            for name in (MANIFEST, BEFORE, LOCK, *FOLDERS):
+                with suppress(FileNotFoundError):
+                    status = (self.root / name).lstat()
+                    if not (name in FOLDERS and stat.S_ISDIR(status.st_mode)):
+                        require_plain(self.root / name, status)
+        except OSError as error:
+            raise BundleError(f"{self.root} cannot be used: {error}") from error
