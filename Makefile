@@ -42,7 +42,7 @@ format: $(INSTALLED) ## let ruff format the code and fix what it can
 	$(BIN)/ruff format .
 
 docs: $(WITH_DOCS) ## build the documentation into site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: $(INSTALLED) ## build the wheel and try it in an environment without the extras
 	$(BIN)/python tools/check_wheel.py $(if $(CONSTRAINTS),--constraints $(CONSTRAINTS))
