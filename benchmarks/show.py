@@ -25,7 +25,7 @@ from show_tables import Numbers
 from confitune.experiments.reporting.figures import PIXELS_PER_INCH
 from confitune.files import write_whole
 
-PAGES = ("speed.md", "deploy.md", "scaling.md", "best.md")
+PAGES = ("speed.md", "measurements.md")
 PICTURES = "speed"  # the folder beside the pages
 MARKED = re.compile(r"<!-- results/benchmarks/(\S+\.json) (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 NOTHING = "Not measured yet.\n"

@@ -16,7 +16,7 @@ from confitune.metrics import mean_and_interval
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / name for name in ("README.md", "docs/reproduction.md", "docs/best.md")]
+PAGES = [ROOT / name for name in ("README.md", "docs/reproduction.md", "docs/best.md", "docs/measurements.md")]
 # A page of results/, its sections with some words in their heading, what it says of the paper's words, or the order of
 # methods.
 BLOCK = re.compile(r"(<!-- (results/\S+?)( claims| order|: [^>]+)? -->\n)(.*?)(<!-- end -->)", re.DOTALL)

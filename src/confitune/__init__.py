@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from confitune.nn import ContinualNet, create_backbone
     from confitune.tasks import TaskSequence, load_tasks
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ConfituneError",
