@@ -137,7 +137,7 @@ def test_every_number_in_words_is_one_that_is_measured_or_set() -> None:
 
 
 def test_there_are_tables_and_every_link_leads_somewhere() -> None:
-    assert len(BLOCKS) == 19
+    assert len(BLOCKS) == 23
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
