@@ -23,8 +23,8 @@ pytest.importorskip("fastapi", reason="pip install 'confitune[serve]'")
 
 PREDICTOR = """
 import threading
-from types import SimpleNamespace
 import torch
+from confitune.deploy.predictor import Prediction
 
 class Fake:
     name, version, outdated, unreadable = "fake", "1", False, ()
@@ -44,8 +44,7 @@ class Fake:
     def predict(self, pixels, tasks, top=5):
         self.asked += len(pixels)
         self.gate.wait(20)
-        answer = {"task": "pets", "task_confidence": None, "classes": (("cat", 1.0),), "version": "1", "others": ()}
-        return [SimpleNamespace(**answer) for _ in pixels]
+        return [Prediction("pets", None, (("cat", 1.0),), "1") for _ in pixels]
 """
 made = {}
 exec(PREDICTOR, made)
@@ -153,13 +152,16 @@ def test_a_program_of_its_own():
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     ) as process:
-        missing = "the server needs packages that are not installed: pip install 'confitune[serve]'\n"
-        assert [process.stdout.readline() for _ in range(3)] == [missing] * 3
-        said = process.stdout.readline()
-        assert said.startswith("serving fake at http://127.0.0.1:")
-        assert post(said.split()[3]).status_code == 200
-        process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=20)
+        try:
+            missing = "the server needs packages that are not installed: pip install 'confitune[serve]'\n"
+            assert [process.stdout.readline() for _ in range(3)] == [missing] * 3
+            said = process.stdout.readline()
+            assert said.startswith("serving fake at http://127.0.0.1:")
+            assert post(said.split()[3]).status_code == 200
+            process.send_signal(signal.SIGINT)
+            rest, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()  # where one of these fails
     assert (rest, errors, process.returncode) == ("after\n", "", 0)
 
 
