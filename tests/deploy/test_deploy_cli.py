@@ -486,30 +486,11 @@ def test_methods_and_predict_import_only_what_they_use(taught, pictures, tmp_pat
     assert not done.stderr
 
 
-def test_the_pages_python_example_runs(taught, pictures, tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
-    code, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    bundle = Bundle.open(taught(2))
-    with bundle.changing():
-        bundle.rename_task("reds", "birds")
-        bundle.rename_task("stripes", "trees")
-    (tmp_path / "new").mkdir()
-    for name, task in (("a", "reds"), ("b", "stripes"), ("c", "stripes")):
-        pictures(task, 1)[0].save(tmp_path / "new" / f"{name}.jpg", quality=100)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, "deploy.md", "exec"), {})
-    first, guessed, last = eval(capsys.readouterr().out)
-    assert (first[0], last[0]) == ("birds", "trees")
-    assert guessed[0] in ("birds", "trees", None)
-    assert first[1][0][0] in bundle.record("birds").classes
-    assert 0.5 <= first[1][0][1] <= 1  # the better of two classes
-
-
 def test_an_exported_file_says_all_that_its_answers_need(confitune, taught, pictures, tmp_path, monkeypatch, capsys):
     """The page's example reaches the predictor's answers with the file, onnxruntime, Pillow and numpy alone."""
     pytest.importorskip("onnxruntime")
-    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
-    _, code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert set(re.findall(r"^(?:import|from) ([\w, ]+?)(?: import .*)?$", code, re.MULTILINE)) == {
         "json, numpy, onnxruntime",
         "PIL",
@@ -527,7 +508,7 @@ def test_an_exported_file_says_all_that_its_answers_need(confitune, taught, pict
     for size, more in (((301, 200), {}), ((97, 230), {"exif": turned}), ((256, 291), {})):
         pictures("stripes", 1)[0].resize(size).save("new/a.jpg", **more)
         found = {}
-        exec(compile(code, "deploy.md", "exec"), found)
+        exec(compile(code, "serve.md", "exec"), found)
         (expected,) = predictor.logits(predictor.decode(Path("new/a.jpg"))[None], ["birds"])
         assert found["facts"]["version"] == bundle.version
         assert np.abs(found["logits"][: len(expected)] - expected.numpy()).max() < 1e-4

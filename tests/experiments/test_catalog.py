@@ -106,7 +106,7 @@ def test_what_tasks_share(reports):
 def test_options_come_with_defaults_descriptions_and_the_papers_values():
     options = {option.name: option for option in method_options("mas-cpr")}
     assert list(options) == ["mas.strength", "mas.output", "mas.gradients", "mas.mode", "cpr.beta"]
-    assert (options["mas.strength"].default, options["mas.strength"].description) == (30.0, "lambda")
+    assert (options["mas.strength"].default, options["mas.strength"].description) == (30.0, "penalty strength lambda")
     assert options["cpr.beta"].paper == {"cifar100": 0.2, "cub200": 0.02, "caltech101": 0.01, "flowers102": 0.1}
     assert options["mas.output"].paper == {}
     for row in searched():
@@ -159,7 +159,7 @@ def test_the_table_fits_eighty_columns():
 def test_the_page_of_a_method_shows_its_options_and_how_to_call_it():
     text = printed(method_page("ewc"))
     (strength,) = [row for row in rows(text) if row[0] == "ewc.strength"]
-    assert strength == ["ewc.strength", "300", "1000", "3000", "30000", "100000", "lambda"]
+    assert strength == ["ewc.strength", "300", "1000", "3000", "30000", "100000", "penalty strength lambda"]
     assert "confitune run --method ewc --set ewc.strength=300" in text
     assert "confitune tune ewc" in text
     assert "settings of the network" not in text

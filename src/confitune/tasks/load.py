@@ -56,9 +56,9 @@ def load_tasks(
         order_seed: of the order of classes, and so of which classes make a task; the paper's is 0. The same in every
             part. A function of your own orders its tasks itself.
         tasks: only the first so many tasks, of all parts together. Parts after them are not read.
-        classes_per_task: in every part; default as in `DATASETS`. A folder beside others is one task; alone, its tasks
-            have a fifth of its classes each, or 2 if it has fewer than 10. Classes left over when cutting are not used;
-            `TaskSequence.unused_classes` names them.
+        classes_per_task: in every part; default as in `DATASETS`. A folder beside others, without numbers of tasks,
+            is one task; else its tasks have a fifth of its classes each, or 2 if it has fewer than 10. Classes left over
+            when cutting are not used; `TaskSequence.unused_classes` names them.
         download: fetch a dataset that is not there, where that is possible (all of the paper's but cub200).
         progress: called as progress(what, done, total) while images are decoded.
 
@@ -83,7 +83,7 @@ def load_tasks(
             )
         number = len(images.classes)
         alone = number // 5 if number >= 10 else 2
-        usual = part.info.classes_per_task or (number if len(parts) > 1 else alone)
+        usual = part.info.classes_per_task or (number if len(parts) > 1 and part.tasks is None else alone)
         per_task = usual if classes_per_task is None else classes_per_task
         try:
             groups, left = cut_into_tasks(class_order(number, order_seed), per_task)
