@@ -57,8 +57,8 @@ def load_tasks(
             part. A function of your own orders its tasks itself.
         tasks: only the first so many tasks, of all parts together. Parts after them are not read.
         classes_per_task: in every part; default as in `DATASETS`. A folder beside others, without numbers of tasks,
-            is one task; else its tasks have a fifth of its classes each, or 2 if it has fewer than 10. Classes left over
-            when cutting are not used; `TaskSequence.unused_classes` names them.
+            is one task; else its tasks have a fifth of its classes each, or 2 if it has fewer than 10. Classes left
+            over when cutting are not used; `TaskSequence.unused_classes` names them.
         download: fetch a dataset that is not there, where that is possible (all of the paper's but cub200).
         progress: called as progress(what, done, total) while images are decoded.
 
