@@ -482,7 +482,7 @@ def test_a_missing_recipe(confitune, tmp_path):
         ("--set lr", "--set lr: write NAME=VALUE, e.g. lr=0.1, or PART.OPTION=VALUE"),
         ("--set .x=1", "--set .x=1: write NAME=VALUE"),
         ("--set options=1", "there is no setting 'options'"),
-        ("--set ewcc.strength=1", "set options of 'ewcc', which is no part of any method; did you mean 'ewc'?"),
+        ("--set ewcc.strength=1", "set options of 'ewcc', which is not part of any method; did you mean 'ewc'?"),
         ("--set tasks=0", "tasks=0.0: Input should be greater than or equal to 1"),
         ("--pipeline published", "digits has no 'published' pipeline"),
         ("--model resnet81", "no model 'resnet81' in timm or torchvision. Did you mean resnet18"),
@@ -741,7 +741,7 @@ def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tm
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("confit", "confit has no option to search, it needs none"),
+        ("confit", "confit has no options to search; run it directly"),
         ("ewcc", "no method 'ewcc': did you mean 'ewc'?"),
         ("ewc --option mas.strength", "ewc has no option 'mas.strength'; there are ewc.strength"),
         ("ewc --option ewc.fisher", "the paper has no grid for ewc.fisher"),

@@ -61,9 +61,9 @@ def open_plain(path: Path) -> IO[bytes]:
 def require_plain(path: Path, status: os.stat_result) -> None:
     """Raise where that is not the status of a plain file with one name."""
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(f"{path} is not a plain file; copy what it stands for to its place")
+        raise OSError(f"{path} is not a regular file; replace it with a copy of its target")
     if status.st_nlink > 1:
-        raise OSError(f"{path} has several names (hard links); copy it with its bytes")
+        raise OSError(f"{path} has several hard links; replace it with a copy")
 
 
 def require_writable(folder: Path) -> None:
@@ -109,7 +109,7 @@ def read_sealed(path: Path) -> bytes:
         raise DamagedFileError(f"{path} cannot be read: {error}") from error
     seal, _, data = whole.partition(b"\n")
     if seal != _SEALED + hashlib.sha256(data).hexdigest().encode():
-        raise DamagedFileError(f"{path} is damaged: its checksum does not fit")
+        raise DamagedFileError(f"{path} is damaged: its checksum does not match")
     return data
 
 

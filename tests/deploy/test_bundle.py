@@ -392,7 +392,7 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(teach, tmp_path, t
     (tmp_path / "mine" / there).parent.mkdir(parents=True)
     (tmp_path / "mine" / there).write_text("mine")
     before = {*tmp_path.rglob("*")}
-    with pytest.raises(BundleError, match=r"mine is no bundle but holds .*: choose an empty folder"):
+    with pytest.raises(BundleError, match=r"mine is not a bundle and has .*: choose an empty folder"):
         teach("reds", tmp_path / "mine")
     assert {*tmp_path.rglob("*")} == before
     assert (tmp_path / "mine" / there).read_text() == "mine"
@@ -413,7 +413,7 @@ def test_a_bundle_that_lost_its_heads_is_not_taken_for_leftovers(taught, teach):
     path = no_way_back(taught(2))
     (path / "bundle.json").unlink()
     before = contents(path)
-    with pytest.raises(BundleError, match=r"holds no bundle: `confitune learn` makes one"):
+    with pytest.raises(BundleError, match=r"is not a bundle: create one with `confitune learn`"):
         Bundle.open(path)
     with pytest.raises(BundleError, match=r"holds tasks but no bundle\.json: restore it from a copy"):
         teach("greens", path)
@@ -427,7 +427,7 @@ def test_a_file_is_no_folder(teach, tmp_path):
 
 
 def test_an_empty_bundle_says_so(tmp_path):
-    with pytest.raises(BundleError, match="has learned nothing yet"):
+    with pytest.raises(BundleError, match="has no tasks yet"):
         _ = Bundle(tmp_path / "model", NETWORK).lineage
 
 
@@ -467,7 +467,7 @@ def test_flipped_bytes_of_tensors_are_noticed(taught, folder, files):
         for share in range(9):  # the first byte, the last, and between
             position = min(share * len(data) // 8, len(data) - 1)
             file.write_bytes(flipped(data, position))
-            with pytest.raises(BundleError, match=rf"{file.name} is damaged: its hash is not its name"):
+            with pytest.raises(BundleError, match=rf"{file.name} is damaged: its checksum does not match its name"):
                 read_everything(path)
             flips += 1
         file.write_bytes(data)
@@ -489,7 +489,7 @@ def test_truncated_longer_and_missing_files_are_noticed(taught):
         with pytest.raises(BundleError, match=file.name):
             read_everything(path)
         file.unlink()
-        with pytest.raises(BundleError, match=rf"{file.name} cannot be read|holds no bundle"):
+        with pytest.raises(BundleError, match=rf"{file.name} cannot be read|is not a bundle"):
             read_everything(path)
         file.write_bytes(data)
     assert list(read_everything(path).tasks) == ["reds", "stripes"]
@@ -531,7 +531,7 @@ def test_a_manifest_that_says_what_none_says_is_refused(taught, values):
     path = taught(1)
     edited(path / "bundle.json", **values)
     (path / "bundle.before.json").unlink()
-    with pytest.raises(BundleError, match=r"bundle\.json is damaged, or no bundle's"):
+    with pytest.raises(BundleError, match=r"bundle\.json is damaged or not a bundle"):
         Bundle.open(path)
 
 

@@ -178,7 +178,7 @@ def test_predict_guesses_among_some(confitune, photos, taught_once):
         (["--name", "x", "--weights", "w.pth"], "has its weights already; leave --weights out"),
         (["--name", "x", "--set", "means=both"], "--means both: Input should be 'window' or 'phase'"),
         (["--name", "x", "--set", "confit.means=phase"], "learns with confit (means='window' statistics='running')"),
-        (["--name", "x", "--set", "best.rank=2"], "options of best say nothing to a bundle that learns with confit"),
+        (["--name", "x", "--set", "best.rank=2"], "options of best have no effect in a bundle that learns with confit"),
         (["--name", "x", "--set", "confit.rank=2"], "options of confit: rank: Extra inputs are not permitted"),
         (["--name", "x", "--augmentation", "cutout"], "--augmentation cutout: Input should be 'none', 'flip'"),
         (["--name", "x", "--method", "best"], "has method 'confit', which cannot be changed to 'best'"),
@@ -285,7 +285,7 @@ def test_tasks_checks(confitune, taught_once):
     assert said.code == 0
     assert [row[4] for row in rows(said.out)] == [f"{accuracy:.1f}" for accuracy in checks.accuracy.values()]
     assert f"Without --task, {checks.guessed:.1f}% of these photos are given to the right task" in said.out
-    assert f"(by chance 33.3%), {checks.unknown:.1f}% to none" in said.out
+    assert f"(chance level 33.3%), {checks.unknown:.1f}% to none" in said.out
     found = json.loads(confitune("tasks", taught_once[3], "--check", "--device", "cpu", "--json").out)
     assert {entry["task"]: entry["accuracy"] for entry in found} == checks.accuracy
 
@@ -294,7 +294,7 @@ def test_tasks_checks(confitune, taught_once):
 def test_no_bundle(confitune, tmp_path, command):
     Path("x.png").touch()
     message = refused(confitune(command[0], tmp_path / "none", *command[1:]))
-    assert message == f"{tmp_path / 'none'} holds no bundle: `confitune learn` makes one"
+    assert message == f"{tmp_path / 'none'} is not a bundle: create one with `confitune learn`"
 
 
 # ---- predict ---------------------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def test_every_task_is_trained_where_a_head_is_never_enough(teach, tmp_path):
     for other in ({"best": {"rank": 3}}, {"best": {"owns": "head"}}):
         with pytest.raises(BundleError, match=r"learns with best \(rank=2 owns='moments'\), which cannot be changed"):
             teach("stripes", path, options=other)
-    with pytest.raises(BundleError, match="options of confit say nothing to a bundle that learns with best"):
+    with pytest.raises(BundleError, match="options of confit have no effect in a bundle that learns with best"):
         teach("stripes", path, options={"confit": {"means": "phase"}})
 
 

@@ -14,17 +14,17 @@ from deploy.shared import NETWORK, add, perturbed
         ("head.weight", torch.zeros(2, 7), r"head\.weight must have shape \(2, \d+\) and is of shape \(2, 7\)"),
         ("head.weight", torch.zeros(5000, 64), "2 class names for a head of 5000 classes"),
         ("head.bias", None, r"head\.bias must have shape \(2,\) and is missing"),
-        ("finished", torch.ones(1000, dtype=torch.bool), "it does not say that its task was finished"),
-        ("finished", torch.tensor(False), "it does not say that its task was finished"),
-        ("finished", None, "it does not say that its task was finished"),
+        ("finished", torch.ones(1000, dtype=torch.bool), "its task is not marked as finished"),
+        ("finished", torch.tensor(False), "its task is not marked as finished"),
+        ("finished", None, "its task is not marked as finished"),
         (
             "image_size",
             torch.tensor([10**9, 10**9]),
             r"learned from images of \[1000000000, 1000000000\] pixels, not 32",
         ),
         ("image_size", torch.zeros(9), "learned from images of very many pixels, not 32"),
-        ("some.input_size", torch.tensor([10**9, 4, 1]), "planes which no image of 32 pixels leads to"),
-        ("some.input_size", torch.tensor([-4, 4, 1]), "planes which no image of 32 pixels leads to"),
+        ("some.input_size", torch.tensor([10**9, 4, 1]), "impossible for images of 32 pixels"),
+        ("some.input_size", torch.tensor([-4, 4, 1]), "impossible for images of 32 pixels"),
     ],
 )
 def test_a_file_that_declares_other_tensors_is_refused_before_any_is_copied(

@@ -475,7 +475,7 @@ def test_a_task_whose_finite_weights_overflow_harms_no_other(taught, pixels):
     for found in predictor.predict(pixels["reds"], [None] * 8):
         assert found.task == "reds"
         assert 0 <= found.task_confidence <= 1
-    with pytest.raises(BundleError, match="'hostile' gives numbers that are not finite"):
+    with pytest.raises(BundleError, match="'hostile' gives NaN or infinite outputs"):
         predictor.predict(pixels["reds"], ["hostile"] * 8)
 
 

@@ -36,7 +36,7 @@ def test_tensors_come_back_as_they_were_stored(tmp_path, real):
 @pytest.mark.parametrize("kind", [torch.uint16, torch.int16, torch.complex64])
 def test_tensors_of_a_kind_that_no_bundle_has_are_refused(tmp_path, kind):
     stored = Store(tmp_path).store("tasks", {"a": torch.zeros(3, dtype=kind)})
-    with pytest.raises(BundleError, match="a kind that no bundle has"):
+    with pytest.raises(BundleError, match="unexpected dtype"):
         Store(tmp_path).read(stored)
 
 
@@ -69,5 +69,5 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path):
     files = Store(tmp_path)
     for bad in (float("nan"), float("inf")):
         stored = files.store("tasks", {"head.weight": torch.tensor([0.0, bad])})
-        with pytest.raises(BundleError, match="not finite"):
+        with pytest.raises(BundleError, match="NaN or infinite"):
             files.read(stored)

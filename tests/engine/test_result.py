@@ -230,7 +230,7 @@ def test_no_changed_byte_passes_for_another_result(saved):
 
 def test_a_changed_number_is_damage(saved):
     changed = saved[0].replace(b'"acc": 87.625', b'"acc": 97.625')
-    with pytest.raises(DamagedFileError, match="line 3 is damaged: its checksum does not fit; restore it, or run"):
+    with pytest.raises(DamagedFileError, match="line 3 is damaged: its checksum does not match; restore it, or run"):
         RunResult.of_line(changed, "runs.jsonl, line 3")
 
 

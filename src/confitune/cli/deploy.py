@@ -179,7 +179,7 @@ def tasks_command(
     console.print(terminal_table(head, rows, caption="accuracy in percent on held-out photos"))
     if checked and checked.guessed is not None:
         say(
-            f"Without --task, {checked.guessed:.1f}% of these photos are given to the right task (by chance "
+            f"Without --task, {checked.guessed:.1f}% of these photos are assigned to the right task (chance level "
             f"{100 / len(opened.tasks):.1f}%), {checked.unknown:.1f}% to none."
         )
 

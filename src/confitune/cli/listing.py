@@ -117,6 +117,6 @@ def doctor_command(
         todo = f"--repair: {finding.remedy}" if finding.remedy else "cannot be mended here"
         say(f"{finding.problem}: {finding.remedy if mended else todo}", "green" if mended else "red")
     if not found.findings:
-        say("everything is whole", "green")
+        say("no damage found", "green")
     if left:
         raise typer.Exit(1)

@@ -84,7 +84,7 @@ def remove_class(bundle: Bundle, task: str, name: str) -> None:
     if name not in record.classes:
         raise BundleError(f"task {task!r} has no class {name!r}; it has {', '.join(record.classes)}")
     if len(record.classes) == 2:
-        raise BundleError(f"two classes are the least: remove the task {task!r} instead")
+        raise BundleError(f"a task needs at least two classes: remove the task {task!r} instead")
     features, net = _kept_features(bundle, task), bundle.load_network([task])
     classes = tuple(other for other in record.classes if other != name)
     gone = record.classes.index(name)

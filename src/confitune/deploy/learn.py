@@ -156,7 +156,7 @@ def load_photos(folder: Path, task: str, network: Network, settings: LearnSettin
         try:
             readable(name)
         except ValueError:
-            raise BundleError(f"the name of the class folder {name!r} in {folder} is no text; rename it") from None
+            raise BundleError(f"the class folder {name!r} in {folder} has an unreadable name; rename it") from None
     return images
 
 
@@ -186,7 +186,7 @@ def _require_learned(net: ContinualNet, task: Task, settings: TrainSettings) -> 
     if not finite or share <= 1 / len(task.classes):
         why = f"{100 * share:.0f}% of its training photos are right" if finite else "its numbers are not finite"
         raise DivergedError(
-            f"task {task.name!r} was not learned: {why}, by chance it were {100 / len(task.classes):.0f}%. Nothing is "
+            f"task {task.name!r} was not learned: {why}; chance level is {100 / len(task.classes):.0f}%. Nothing is "
             f"kept of it; try a learning rate below {settings.lr:g}, or more epochs"
         )
 
@@ -198,7 +198,9 @@ def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualN
         torch.manual_seed(settings.seed)  # of a random start, weights 'none'
         backbone = create_backbone(settings.model, settings.weights)
     if example_images(backbone.module.eval(), (settings.size, settings.size)) is None:
-        raise BundleError(f"{settings.model} takes no images of {settings.size} pixels: choose another --size or model")
+        raise BundleError(
+            f"{settings.model} does not accept images of {settings.size} pixels: choose another --size or model"
+        )
     network = Network(
         model=backbone.name,
         method=settings.method,
@@ -225,7 +227,7 @@ def _require_usable(method: str) -> None:
 
 def _require_of(method: str, settings: LearnSettings) -> None:
     for other in settings.options.keys() - {method}:
-        raise BundleError(f"options of {other} say nothing to a bundle that learns with {method}")
+        raise BundleError(f"options of {other} have no effect in a bundle that learns with {method}")
 
 
 def _require_same_network(bundle: Bundle, settings: LearnSettings) -> None:

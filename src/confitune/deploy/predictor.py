@@ -210,7 +210,7 @@ class Predictor:
             run = self._runners.find(self.tasks[task].file.sha256, lambda: folded(self._net, task)[0])
         rows: Tensor = (self._net(x, task) if run is None else linear(run(x), *self._heads[task])).float().cpu()
         if not rows.isfinite().all():
-            raise BundleError(f"task {task!r} gives numbers that are not finite: it was not learned well")
+            raise BundleError(f"task {task!r} gives NaN or infinite outputs: its training diverged")
         return rows
 
     def _guessed(self, x: Tensor, top: int, among: Sequence[str] | None) -> list[Prediction]:

@@ -125,7 +125,7 @@ class RunResult(BaseModel):
             if not isinstance(values, dict):
                 raise ValueError(f"it holds {type(values).__name__}, not an object")
             if values.pop(_CHECKSUM, None) != checksum_of(values):
-                raise DamagedFileError(f"{where} is damaged: its checksum does not fit; restore it, or run it again")
+                raise DamagedFileError(f"{where} is damaged: its checksum does not match; restore it, or run it again")
             result = cls.model_validate(values)
             _SHOWN.validate_python(result.config)
             return result

@@ -289,7 +289,7 @@ def test_seeds_of_different_experiments_have_no_mean(tmp_path):
 
 
 def test_the_page_is_html(folder, tmp_path):
-    with pytest.raises(ConfituneError, match=r"report\.md is to be an HTML page: give it a name that ends in \.html"):
+    with pytest.raises(ConfituneError, match=r"report\.md must be an HTML file: choose a name that ends in \.html"):
         write_report(folder, tmp_path / "report.md")
 
 

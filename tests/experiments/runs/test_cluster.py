@@ -253,7 +253,7 @@ def test_without_ray_it_is_said_how_to_get_it(monkeypatch):
     [
         ("rey", "--on rey: write local, ray, HOST:PORT or ray://HOST:PORT"),
         ("ray://somewhere", "--on ray://somewhere: write local, ray"),
-        ("127.0.0.1:1", r"nobody answers at 127.0.0.1:1 \(.*\): is a Ray cluster running there\?"),
+        ("127.0.0.1:1", r"no answer from 127.0.0.1:1 \(.*\): is a Ray cluster running there\?"),
     ],
 )
 def test_an_address_that_is_none_is_refused(on, message):

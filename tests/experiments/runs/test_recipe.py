@@ -247,7 +247,7 @@ LAUGHS = "a: &a [ha, ha]\n" + "".join(f"b{n}: &b{n} [*a, *a]\n" for n in range(3
         (LAUGHS, r"has an alias, \*a; write out what it stands for"),
         ("a: " + "[" * 30 + "]" * 30, "is nested more than 20 deep"),
         ("a: " + "9" * 3000, "has a value of 3,000 characters"),
-        ("a: " + "[1, 2],\n" * 10_000, "is larger than 65,536 bytes; it is no recipe"),
+        ("a: " + "[1, 2],\n" * 10_000, "is larger than 65,536 bytes; it is not a recipe"),
         ("a: !!timestamp x", "is not YAML"),
         ("a: 2024-13-45", "is not YAML"),
         ("1: 2", "must hold options by name"),

@@ -64,7 +64,7 @@ class Bundle:
 
     >>> Bundle.open("no-such-folder")
     Traceback (most recent call last):
-    confitune.deploy.bundle.format.BundleError: no-such-folder holds no bundle: `confitune learn` makes one
+    confitune.deploy.bundle.format.BundleError: no-such-folder is not a bundle: create one with `confitune learn`
     """
 
     def __init__(self, path: Path, network: Network) -> None:
@@ -117,7 +117,7 @@ class Bundle:
     @property
     def _newest(self) -> Manifest:
         if self._manifest is None:
-            raise BundleError(f"{self.path} has learned nothing yet")
+            raise BundleError(f"{self.path} has no tasks yet")
         return self._manifest
 
     def stamp(self) -> tuple[int, int] | None:
@@ -233,7 +233,7 @@ class Bundle:
         except OSError as error:
             raise BundleError(f"{self.path} cannot be made: {error}; choose another folder") from error
         if not is_bundle(self.path) and (foreign := self._files.foreign()):
-            raise BundleError(f"{self.path} is no bundle but holds {', '.join(foreign[:3])}: choose an empty folder")
+            raise BundleError(f"{self.path} is not a bundle and has {', '.join(foreign[:3])}: choose an empty folder")
         with self._files.alone():
             if is_bundle(self.path):
                 self._renew()
@@ -425,16 +425,16 @@ def check_declared(state: Mapping[str, Tensor], size: int) -> None:
 
     >>> check_declared({"finished": torch.tensor(True), "image_size": torch.tensor([64, 64])}, 32)
     Traceback (most recent call last):
-    confitune.deploy.bundle.format.BundleError: it says that it was learned from images of [64, 64] pixels, not 32
+    confitune.deploy.bundle.format.BundleError: it was learned from images of [64, 64] pixels, not 32
     """
     finished, image = state.get("finished", torch.zeros(0)), state.get("image_size", torch.zeros(0))
     if finished.shape != () or not finished:
-        raise BundleError("it does not say that its task was finished")
+        raise BundleError("its task is not marked as finished")
     if image.shape != (2,) or image.tolist() != [size, size]:
         said = image.tolist() if image.numel() < 5 else "very many"
-        raise BundleError(f"it says that it was learned from images of {said} pixels, not {size}")
+        raise BundleError(f"it was learned from images of {said} pixels, not {size}")
     planes = [tensor for key, tensor in state.items() if key.endswith(".input_size") and tensor.shape == (3,)]
     for plane in planes:
         least, most = plane[:2].double().aminmax()  # whatever kind of numbers they are
         if least < 0 or most > _INSIDE * size:
-            raise BundleError(f"it says that a layer reads planes which no image of {size} pixels leads to")
+            raise BundleError(f"its feature map sizes are impossible for images of {size} pixels")

@@ -168,7 +168,7 @@ class Manifest(_Record):
             values = json.loads(data)
             checksum = values.pop("checksum")
             if checksum != checksum_of(values):
-                raise DamagedError(f"{where} is damaged: its checksum does not fit; restore it from a copy")
+                raise DamagedError(f"{where} is damaged: its checksum does not match; restore it from a copy")
             found = values.get("format")
             if isinstance(found, int) and found != FORMAT:
                 raise BundleError(
@@ -178,7 +178,7 @@ class Manifest(_Record):
             return cls.model_validate(values)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             brief = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            raise DamagedError(f"{where} is damaged, or no bundle's: {brief}; restore it from a copy") from error
+            raise DamagedError(f"{where} is damaged or not a bundle: {brief}; restore it from a copy") from error
 
 
 def check_name(task: str) -> str:

@@ -87,7 +87,7 @@ class Store:
         except OSError as error:
             raise DamagedError(f"{path} cannot be read: {error}; restore it from a copy") from error
         if stored.name not in self._whole and hashlib.sha256(data).hexdigest() != stored.sha256:
-            raise DamagedError(f"{path} is damaged: its hash is not its name; restore it from a copy")
+            raise DamagedError(f"{path} is damaged: its checksum does not match its name; restore it from a copy")
         self._whole.add(stored.name)
         return data
 
@@ -99,9 +99,9 @@ class Store:
         except Exception as error:  # whatever a file can be that only its hash vouches for
             raise BundleError(f"{path} holds no tensors: {error}") from error
         if not {tensor.dtype for tensor in tensors.values()} <= _KINDS:
-            raise BundleError(f"{path} holds tensors of a kind that no bundle has")
+            raise BundleError(f"{path} has tensors of an unexpected dtype")
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-            raise BundleError(f"{path} holds numbers that are not finite: nothing can be predicted with them")
+            raise BundleError(f"{path} contains NaN or infinite values and cannot be used")
         return tensors
 
     # ---- manifests ---------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Store:
             The manifest, and what is damaged: None where it is the newest.
         """
         if not is_bundle(self.root):
-            raise BundleError(f"{self.root} holds no bundle: `confitune learn` makes one")
+            raise BundleError(f"{self.root} is not a bundle: create one with `confitune learn`")
         self._require_own()
         while True:
             manifest = None

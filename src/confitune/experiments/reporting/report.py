@@ -106,7 +106,7 @@ def write_report(folder: Path, out: Path | None = None, title: str | None = None
     """
     out = out or folder / "report.html"
     if out.suffix.lower() not in (".html", ".htm"):
-        raise ConfituneError(f"{out} is to be an HTML page: give it a name that ends in .html")
+        raise ConfituneError(f"{out} must be an HTML file: choose a name that ends in .html")
     found = finished_runs(folder)
     if not found:
         elsewhere = next(iter(sorted(folder.rglob(RUNS))), None)

@@ -106,7 +106,7 @@ def _require_answer(address: str, on: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except OSError as error:
-        raise ConfituneError(f"nobody answers at {address} ({error}): is a Ray cluster running there?") from error
+        raise ConfituneError(f"no answer from {address} ({error}): is a Ray cluster running there?") from error
 
 
 class RayPlace(Place):

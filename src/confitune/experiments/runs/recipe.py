@@ -100,7 +100,7 @@ def make_recipe(values: Mapping[str, Any], source: str = "the options given") ->
     known = {*METHODS, *(part for method in methods for part in options_of(method))}
     if unused := set(recipe.options) - known:
         part = min(unused)
-        raise ConfituneError(f"{source} set options of {part!r}, which is no part of any method{_hint(part, known)}")
+        raise ConfituneError(f"{source} set options of {part!r}, which is not part of any method{_hint(part, known)}")
     if len(set(recipe.methods)) != len(recipe.methods):
         raise ConfituneError(f"{source} name a method twice: {', '.join(recipe.methods)}")
     return recipe
@@ -148,7 +148,7 @@ def read_recipe(path: Path | str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfituneError(f"no recipe {path}: {getattr(error, 'strerror', None) or error}") from error
     if len(data) > MOST_BYTES:
-        raise ConfituneError(f"{path} is larger than {MOST_BYTES:,} bytes; it is no recipe")
+        raise ConfituneError(f"{path} is larger than {MOST_BYTES:,} bytes; it is not a recipe")
     values = _parse_yaml(data, str(path))
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise ConfituneError(f"{path} must hold options by name, e.g. 'dataset: photos'")
