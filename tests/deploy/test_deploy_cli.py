@@ -284,7 +284,7 @@ def test_tasks_checks(confitune, taught_once):
     said = confitune("tasks", taught_once[3], "--check", "--device", "cpu")
     assert said.code == 0
     assert [row[4] for row in rows(said.out)] == [f"{accuracy:.1f}" for accuracy in checks.accuracy.values()]
-    assert f"Without --task, {checks.guessed:.1f}% of these photos are given to the right task" in said.out
+    assert f"Without --task, {checks.guessed:.1f}% of these photos are assigned to the right task" in said.out
     assert f"(chance level 33.3%), {checks.unknown:.1f}% to none" in said.out
     found = json.loads(confitune("tasks", taught_once[3], "--check", "--device", "cpu", "--json").out)
     assert {entry["task"]: entry["accuracy"] for entry in found} == checks.accuracy

@@ -500,7 +500,7 @@ def test_a_task_that_is_always_answered_the_same_is_not_committed(teach, tmp_pat
         self.net.finish_task()
 
     monkeypatch.setattr(TaskFit, "fit", learn_nothing)
-    with pytest.raises(DivergedError, match=r"33% of its training photos are right, chance level is 33%"):
+    with pytest.raises(DivergedError, match=r"33% of its training photos are right; chance level is 33%"):
         teach("stripes", path)
 
 

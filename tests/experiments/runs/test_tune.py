@@ -161,8 +161,8 @@ def test_values_are_read_as_the_option_takes_them():
 @pytest.mark.parametrize(
     ("method", "option", "grid", "message"),
     [
-        ("confit", None, (), "confit has no options to search; run it directly: `confitune run --method confit`"),
-        ("finetune", "lr", ("1", "2"), "finetune has no option to search"),
+        ("confit", None, (), "confit has no options to search: `confitune run --method confit`"),
+        ("finetune", "lr", ("1", "2"), "finetune has no options to search"),
         ("ewcc", None, (), "no method 'ewcc': did you mean 'ewc'?"),
         ("cpr", None, (), "the paper searched no option of cpr; choose one with --option: cpr.beta"),
         ("ccll", None, (), "choose one with --option: ccll.start, ccll.group, ccll.frozen"),

@@ -102,7 +102,7 @@ def plan_search(
     there, paper = ", ".join(choices), paper_search(method)
     if not choices:
         run = f"`confitune run --method {method}` is all there is to do"
-        raise ConfituneError(f"{method} has no options to search; run it directly: {run}")
+        raise ConfituneError(f"{method} has no options to search: {run}")
     if option is None and paper is None:
         raise ConfituneError(f"the paper searched no option of {method}; choose one with --option: {there}")
     option = option or f"{paper.part}.{paper.option}"  # type: ignore[union-attr]
