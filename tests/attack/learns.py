@@ -1,4 +1,4 @@
-"""Kill `learn`, `tasks --remove` and `tasks --undo` at random moments with SIGKILL, and look at what the bundle is.
+"""Kill `learn`, `learn --into`, `tasks --remove` and `tasks --undo` at random moments, and look at what the bundle is.
 
     PYTHONPATH=src:tests python -m attack.learns --kills 100
 
@@ -24,7 +24,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from confitune.deploy import Bundle, LearnSettings, examine, learn
+from confitune.deploy import Bundle, LearnSettings, examine, grow, learn
 from confitune.methods import METHODS
 from deploy.conftest import picture
 from deploy.shared import settling
@@ -84,6 +84,8 @@ class Changes:
             "remove": lambda path: change(path, lambda bundle: bundle.remove_task("reds")),
             "undo": lambda path: Bundle.open(path).go_back(),
         }
+        if method == "best":  # others move what tasks share, and none of their tasks can grow
+            self.work["grow"] = self.grow
         self.before, self.after, self.calls = state(root / "before"), {}, {}
         for name, work in self.work.items():
             shutil.copytree(root / "before", root / name)
@@ -101,9 +103,15 @@ class Changes:
         with patch.object(METHODS["best"], "settle", settling(self.head)):
             learn(self.photos / task, task, path, settings, cache_dir=self.root / "cache")
 
+    def grow(self, path: Path) -> None:
+        """Add two classes to a task."""
+        torch.manual_seed(0)
+        settings = LearnSettings(device="cpu", keep=4)
+        grow(self.photos / "blues", "reds", path, settings, cache_dir=self.root / "cache")
+
     def kill_once(self, chance: random.Random) -> None:
         """One change that dies; what the bundle is then, and after the same change again."""
-        name = chance.choice(["learn", "learn", "remove", "undo"])
+        name = chance.choice(["learn", *self.work])
         at, before = chance.randrange(self.calls[name]), chance.random() < 0.5
         path, work = self.root / "victim", self.work[name]
         shutil.rmtree(path, ignore_errors=True)
