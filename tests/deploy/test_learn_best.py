@@ -240,7 +240,7 @@ def test_a_task_is_exported(once, tmp_path, task):
     ("task", "key", "tensor", "message"),
     [
         ("reds", "image_size", torch.tensor([64, 64]), r"learned from images of \[64, 64\] pixels, not 32"),
-        ("reds", "finished", torch.tensor(False), "does not say that its task was finished"),
+        ("reds", "finished", torch.tensor(False), "its task is not marked as finished"),
         ("reds", "head.bias", torch.zeros(3), r"head\.bias must have shape \(2,\)"),
         ("reds", "stem.bn.running_var", torch.ones(10**6), r"running_var must have shape|must have shape \(.*missing"),
         ("checks", ".delta.a", torch.zeros(10**6, 1), r"\.delta\.a must have shape"),
