@@ -33,7 +33,7 @@ from confitune.deploy.bundle.format import (
     TaskRecord,
     check_name,
 )
-from confitune.deploy.bundle.store import Store, is_bundle
+from confitune.deploy.bundle.store import Store, check_declared, is_bundle, require_room
 from confitune.deploy.label_space import (
     TaskFeatures,
     calibrate,
@@ -45,12 +45,11 @@ from confitune.deploy.label_space import (
 from confitune.engine import versions
 from confitune.errors import ConfituneError
 from confitune.methods.gaussian import Gaussians
-from confitune.nn import ContinualNet, build_model, headless, without_memory
+from confitune.nn import ContinualNet, build_model, headless
 from confitune.tasks import Images, Task
 
 _log = logging.getLogger(__name__)
 _versions = cache(versions)
-_INSIDE = 2  # times the image's size: what a layer may read, some networks pad their images
 
 
 class Bundle:
@@ -182,7 +181,7 @@ class Bundle:
         if stored is None:
             raise BundleError(f"{self.path} keeps no pre-trained network: name the task")
         with self._naming(stored):
-            _require_room(self.network.model, stored.bytes)
+            require_room(self.network.model, stored.bytes)
             net, state = headless(build_model(self.network.model)), self._files.read(stored)
             own = _pretrained_state(net)
             if own.keys() != state.keys() or any(tensor.shape != state[key].shape for key, tensor in own.items()):
@@ -194,7 +193,7 @@ class Bundle:
         """The network with the state of `tasks`; the last of them is current."""
         stored = self._newest.backbone
         with self._naming(stored):
-            _require_room(self.network.model, stored.bytes)
+            require_room(self.network.model, stored.bytes)
             net = self.network.around(build_model(self.network.model))
             net.load_shared_state_dict(self._files.read(stored))
         for task in tasks:
@@ -406,35 +405,3 @@ def _by_features(tasks: Mapping[str, TaskRecord]) -> dict[str, tuple[str, TaskRe
 
 def _pretrained_state(net: nn.Module) -> dict[str, Tensor]:
     return {key: tensor for key, tensor in net.state_dict().items() if not key.endswith("num_batches_tracked")}
-
-
-def _require_room(model: str, size: int) -> None:
-    """Refuse a file of `size` bytes that cannot hold the weights of a network: it is not built then.
-
-    Counted are the weights that no task can own: all but scales and shifts of norms.
-    """
-    empty = without_memory(model, size)
-    with next(empty.parameters()).device:  # a torchvision network is traced
-        needed = sum(weight.nbytes for weight in headless(empty).parameters() if weight.dim() > 1)
-    if needed > size:
-        raise BundleError(f"{size} bytes cannot be the weights of {model}: they take {needed}")
-
-
-def check_declared(state: Mapping[str, Tensor], size: int) -> None:
-    """Refuse a task that was not finished, and sizes that no image of `size` pixels leads to: planes are made of them.
-
-    >>> check_declared({"finished": torch.tensor(True), "image_size": torch.tensor([64, 64])}, 32)
-    Traceback (most recent call last):
-    confitune.deploy.bundle.format.BundleError: it was learned from images of [64, 64] pixels, not 32
-    """
-    finished, image = state.get("finished", torch.zeros(0)), state.get("image_size", torch.zeros(0))
-    if finished.shape != () or not finished:
-        raise BundleError("its task is not marked as finished")
-    if image.shape != (2,) or image.tolist() != [size, size]:
-        said = image.tolist() if image.numel() < 5 else "very many"
-        raise BundleError(f"it was learned from images of {said} pixels, not {size}")
-    planes = [tensor for key, tensor in state.items() if key.endswith(".input_size") and tensor.shape == (3,)]
-    for plane in planes:
-        least, most = plane[:2].double().aminmax()  # whatever kind of numbers they are
-        if least < 0 or most > _INSIDE * size:
-            raise BundleError(f"its feature map sizes are impossible for images of {size} pixels")

@@ -30,12 +30,14 @@ from confitune.deploy.bundle.format import (
     StoredFile,
 )
 from confitune.files import exclusive, open_plain, require_plain, write_whole
+from confitune.nn import headless, without_memory
 
 _FOLDER = f"({'|'.join(FOLDERS)})/"
 _OWN = re.compile(
     rf"{_FOLDER}[0-9a-f]{{64}}\.safetensors|({_FOLDER})?([0-9a-f]{{64}}|bundle|bundle\.before)\.[0-9a-f]{{32}}\.partial"
 )
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_INSIDE = 2  # times the image's size: what a layer may read, some networks pad their images
 _KINDS = {*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 
 
@@ -200,3 +202,35 @@ class Store:
                         require_plain(self.root / name, status)
         except OSError as error:
             raise BundleError(f"{self.root} cannot be used: {error}") from error
+
+
+def require_room(model: str, size: int) -> None:
+    """Refuse a file of `size` bytes that cannot hold the weights of a network: it is not built then.
+
+    Counted are the weights that no task can own: all but scales and shifts of norms.
+    """
+    empty = without_memory(model, size)
+    with next(empty.parameters()).device:  # a torchvision network is traced
+        needed = sum(weight.nbytes for weight in headless(empty).parameters() if weight.dim() > 1)
+    if needed > size:
+        raise BundleError(f"{size} bytes cannot be the weights of {model}: they take {needed}")
+
+
+def check_declared(state: Mapping[str, Tensor], size: int) -> None:
+    """Refuse a task that was not finished, and sizes that no image of `size` pixels leads to: planes are made of them.
+
+    >>> check_declared({"finished": torch.tensor(True), "image_size": torch.tensor([64, 64])}, 32)
+    Traceback (most recent call last):
+    confitune.deploy.bundle.format.BundleError: it was learned from images of [64, 64] pixels, not 32
+    """
+    finished, image = state.get("finished", torch.zeros(0)), state.get("image_size", torch.zeros(0))
+    if finished.shape != () or not finished:
+        raise BundleError("its task is not marked as finished")
+    if image.shape != (2,) or image.tolist() != [size, size]:
+        said = image.tolist() if image.numel() < 5 else "very many"
+        raise BundleError(f"it was learned from images of {said} pixels, not {size}")
+    planes = [tensor for key, tensor in state.items() if key.endswith(".input_size") and tensor.shape == (3,)]
+    for plane in planes:
+        least, most = plane[:2].double().aminmax()  # whatever kind of numbers they are
+        if least < 0 or most > _INSIDE * size:
+            raise BundleError(f"its feature map sizes are impossible for images of {size} pixels")
