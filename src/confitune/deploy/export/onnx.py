@@ -83,6 +83,7 @@ def _of_all(content: Content) -> Any:
     # Not optimized: batch norms are to stay, tasks have their own.
     program = _program(content.module.get_submodule("backbone"), content.example, "features", optimize=False)
     optimizer = importlib.import_module("onnxscript.optimizer")
+    optimizer.inline(program.model)  # a branch cannot call functions of the file
     optimizer.fold_constants(program.model)
     optimizer.remove_unused_nodes(program.model)
     model: Any = program.model_proto
