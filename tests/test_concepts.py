@@ -19,7 +19,7 @@ _CITED = re.compile(r"\bEqs?\. (\d+(?:(?:, | and )\d+)*)")
 
 def table(page):
     """The rows below the heading, each as its cells."""
-    _, _, below = page.partition("## Where each thing of the paper is done\n")
+    _, _, below = page.partition("## Where to find each equation and section of the paper\n")
     lines = [line for line in below.partition("\n## ")[0].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
