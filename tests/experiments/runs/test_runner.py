@@ -310,7 +310,7 @@ def test_a_network_without_batch_norm_is_refused_before_anything_is_trained(valu
 def test_progress_is_told_to_the_console(values, tmp_path):
     console = Console(file=io.StringIO(), force_terminal=False, width=150)
     (result,) = run_recipe(make_recipe({**values, "methods": ["linear-probe"]}), tmp_path, place=Place(console))
-    lines = console.file.getvalue().splitlines()
+    lines = [line for line in console.file.getvalue().splitlines() if line]
     assert [line.split(", loss")[0] for line in lines] == [f"digits linear-probe: task {task} of 2" for task in (1, 2)]
     assert lines[-1].endswith(f"average accuracy so far {result.acc:.1f}%")
 
