@@ -98,7 +98,7 @@ class Changes:
         torch.manual_seed(0)
         new = {"model": "test_byobnet", "weights": "none", "size": 32, "method": self.method}
         given = {} if Bundle.exists(path) else new
-        lr = 0.1 if self.method == "best" else 0.02
+        lr = 0.03 if self.method == "best" else 0.02
         settings = LearnSettings(epochs=10, batch_size=4, lr=lr, min_steps=0, device="cpu", keep=4, **given)
         with patch.object(METHODS["best"], "settle", settling(self.head)):
             learn(self.photos / task, task, path, settings, cache_dir=self.root / "cache")
