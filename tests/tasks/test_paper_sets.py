@@ -156,7 +156,7 @@ def test_cub_archive_is_unpacked(load, cub_dir: Path, tmp_path: Path, monkeypatc
     home = tmp_path / "elsewhere"
     home.mkdir()
     archive = pack(home / "CUB_200_2011.tgz", cub_dir / "CUB_200_2011")
-    with pytest.raises(DataMissingError, match=r"CUB_200_2011\.tgz is not what was published"):
+    with pytest.raises(DataMissingError, match=r"CUB_200_2011\.tgz is not the published file"):
         load("cub200", home, classes_per_task=2)
     assert sorted(path.name for path in home.iterdir()) == [".cub200.lock", "CUB_200_2011.tgz"]
     monkeypatch.setattr("confitune.tasks.datasets.cub200.MD5", md5(archive))
@@ -280,7 +280,7 @@ def test_flowers_are_downloaded(load, flowers_dir: Path, tmp_path: Path, remote,
     archive = pack(folder / "102flowers.tgz", flowers_dir / "flowers-102/jpg")
     shutil.copy(flowers_dir / "flowers-102/imagelabels.mat", folder)
     new = tmp_path / "new/flowers-102"
-    with pytest.raises(DataMissingError, match=r"102flowers\.tgz is not what was published"):
+    with pytest.raises(DataMissingError, match=r"102flowers\.tgz is not the published file"):
         load("flowers102", new, download=True)
     publish(monkeypatch, "confitune.tasks.datasets.flowers102.IMAGES", archive)
     asked.clear()

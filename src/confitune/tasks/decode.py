@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 from torchvision.transforms import functional
 
-from confitune.tasks.errors import DataError, UnreadableImageError
+from confitune.errors import DataError, UnreadableImageError
 
+Progress = Callable[[str, int, int], None]
+"""Called as progress(what, done, total), e.g. progress("decoding flowers102", 256, 8189)."""
 Box = tuple[int, int, int, int]
 RESIZE, CROP = 256, 224
 MOST_STRETCHED = 100  # long side to short side: the short side becomes 256 pixels, the long one in proportion

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from confitune.errors import DataError, UnreadableImageError
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet
 from confitune.tasks.datasets.folder import in_two_classes, read_folder
-from confitune.tasks.decode import CROP, Pipeline
-from confitune.tasks.errors import DataError, Progress, UnreadableImageError
+from confitune.tasks.decode import CROP, Pipeline, Progress
 from confitune.tasks.names import DATASETS, READERS, Part, dataset_parts
 from confitune.tasks.sequence import TaskSequence
 from confitune.tasks.splits import class_order, cut_into_tasks
@@ -42,7 +41,7 @@ def load_tasks(
 
     Args:
         name: one of `DATASETS` (cifar100, cub200, caltech101, flowers102, photos, digits), "folder:PATH", a function of
-            your own that makes a `TaskSequence` ("FILE.py:FUNCTION" or "package.module:FUNCTION", see `own_file.py`),
+            your own that makes a `TaskSequence` ("FILE.py:FUNCTION" or "package.module:FUNCTION", see `names.py`),
             or parts of them joined by '+', each with the tasks to take of it, counted from 1:
             "photos:1-2+digits:1+photos:3-5". A part without tasks is all of them. Tasks are then called "photos-task1",
             "digits-task1", ...; each keeps its dataset's size of images. A path with a '+' can only stand alone.
@@ -73,8 +72,8 @@ def load_tasks(
     def read(part: Part) -> TaskSequence:
         if part.own:
             if order_seed or classes_per_task is not None:
-                raise DataError(f"{part.own} makes its tasks itself: leave order_seed and classes_per_task out")
-            return part.own.load(normalise.mean, normalise.std, data)
+                raise DataError(f"{part.dataset} makes its tasks itself: leave order_seed and classes_per_task out")
+            return part.call_own(normalise.mean, normalise.std, data)
         images = READERS[part.info](Path(part.folder or data), download)
         if pipelines[part.key].use_box and not all(file.box for file in images.files):
             raise DataError(
@@ -89,8 +88,9 @@ def load_tasks(
             groups, left = cut_into_tasks(class_order(number, order_seed), per_task)
         except DataError as error:
             raise DataError(f"{part.dataset}: {error}") from error
-        pixels = _pixels(_label(part), images, pipelines[part.key], cache_dir, progress)
-        ready, digits = replace(normalise, resize=images.resize, crop=images.crop), len(str(len(groups)))
+        pixels = _pixels(part.label, images, pipelines[part.key], cache_dir, progress)
+        ready = replace(normalise, resize=images.resize, crop=images.crop)
+        digits = len(str(len(groups)))
         made = [_task(f"task{i:0{digits}}", images, group, pixels, ready) for i, group in enumerate(groups, 1)]
         return TaskSequence(part.dataset, pipeline, tuple(made), tuple(images.classes[i] for i in left))
 
@@ -103,8 +103,8 @@ def load_tasks(
             break
         if part.key not in sources:
             source = read(part)
-            labels[_label(part)] += 1  # datasets of the same label are numbered
-            prefix = _label(part) + (f"-{labels[_label(part)]}" if labels[_label(part)] > 1 else "")
+            labels[part.label] += 1  # datasets of the same label are numbered
+            prefix = part.label + (f"-{labels[part.label]}" if labels[part.label] > 1 else "")
             named = (replace(task, name=f"{prefix}-{task.name}") for task in source)
             sources[part.key] = replace(source, tasks=tuple(named)) if joined else source
         source = sources[part.key]
@@ -150,7 +150,7 @@ def load_folder_task(
         places = np.array([classes.index(name) for name in images.classes])
         images = replace(images, classes=classes, labels=places[images.labels])
         try:
-            pixels = _pixels(_folder_label(folder), images, Pipeline(), cache_dir, progress)
+            pixels = _pixels(Part(f"folder:{folder}").label, images, Pipeline(), cache_dir, progress)
             break
         except UnreadableImageError as error:
             if not (skip_broken and error.files):
@@ -200,22 +200,6 @@ def _pixels(
         return images.pixels
     cache = Path(cache_dir or _home("CACHE", "store")).expanduser()
     return open_store(label, images.folder, images.files, pipeline, cache, progress)
-
-
-def _label(part: Part) -> str:
-    """Short and readable: stands in names of tasks and files."""
-    if part.own:
-        return _plain(Path(part.own.module).name.removesuffix(".py"))
-    return _folder_label(part.folder) if part.folder else part.dataset
-
-
-def _folder_label(folder: str | Path) -> str:
-    """Readable in a listing; folders of the same name have the same one."""
-    return f"folder-{_plain(Path(folder).resolve().name)}"
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "_", text)[:40]
 
 
 def _home(variable: str, folder: str) -> Path:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from confitune.tasks.errors import DataError
+from confitune.errors import DataError
 
 Ints = NDArray[np.int64]
 

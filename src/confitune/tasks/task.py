@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.functional import center_crop
 
+from confitune.errors import DataError
 from confitune.tasks.decode import CROP
-from confitune.tasks.errors import DataError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

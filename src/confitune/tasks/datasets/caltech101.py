@@ -11,10 +11,9 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from confitune.tasks.datasets.archive import unpack
-from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, Remote, locate
+from confitune.errors import DataError
+from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, Remote, locate, unpack
 from confitune.tasks.datasets.folder import folders_in, images_below
-from confitune.tasks.errors import DataError
 from confitune.tasks.splits import stratified_split
 from confitune.tasks.store import ImageFile
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from confitune.errors import DataError
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, Remote, locate
 from confitune.tasks.datasets.folder import read_folder
 from confitune.tasks.decode import CROP, RESIZE, open_rgb
-from confitune.tasks.errors import DataError
 
 FOLDER = "cifar-100-python"
 ARCHIVE = Remote("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85")

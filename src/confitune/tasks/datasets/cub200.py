@@ -11,11 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from confitune.tasks.datasets.archive import unpack
-from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, locate
+from confitune.errors import DataError
+from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, locate, unpack
 from confitune.tasks.datasets.folder import read_folder
 from confitune.tasks.decode import Box
-from confitune.tasks.errors import DataError
 from confitune.tasks.store import ImageFile
 
 FOLDER = "CUB_200_2011"

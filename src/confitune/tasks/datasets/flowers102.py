@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from torchvision.datasets import Flowers102
 
+from confitune.errors import DataError
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, Remote, locate
-from confitune.tasks.errors import DataError
 from confitune.tasks.splits import stratified_split
 from confitune.tasks.store import ImageFile
 

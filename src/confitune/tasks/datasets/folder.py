@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from confitune.errors import DataError, DataMissingError
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet
 from confitune.tasks.decode import is_image_name
-from confitune.tasks.errors import DataError, DataMissingError
 from confitune.tasks.splits import stratified_split
 from confitune.tasks.store import ImageFile
 
