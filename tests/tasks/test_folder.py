@@ -138,6 +138,18 @@ def test_classes_of_train_and_test_must_agree(load, class_folders: Path, tmp_pat
         load(tmp_path / "both")
 
 
+def test_one_half_of_a_split_is_not_taken_for_a_class(load, class_folders: Path, tmp_path: Path, write_image) -> None:
+    (tmp_path / "half").mkdir()
+    class_folders.rename(tmp_path / "half/train")
+    for other in ("test", "val"):
+        (tmp_path / "half" / other).mkdir()
+        with pytest.raises(DataError, match=r"half has class folders in train/ but not in test/; add them there, or"):
+            load(tmp_path / "half")
+    write_image(tmp_path / "half/plane/0.jpg", 1)  # now train/ may well be one of the classes
+    with pytest.raises(DataError, match=r"class folder .*test holds no images"):
+        load(tmp_path / "half")
+
+
 def test_there_is_no_published_pipeline(load, class_folders: Path) -> None:
     with pytest.raises(DataError, match="only cifar100, cub200, caltech101, flowers102 have"):
         load(class_folders, pipeline="published")

@@ -67,11 +67,11 @@ def test_joined_by_name_has_one_class_of_each_name_and_no_groups() -> None:
 
 
 def test_what_cannot_be_joined_is_explained() -> None:
-    with pytest.raises(DataError, match="stored or preprocessed differently"):
+    with pytest.raises(DataError, match="cannot be joined, as the method joint does: their images differ"):
         two_tasks(second_block=pixels(0, 3, side=4)).joined()
     one, two = two_tasks()
     other = Task(two.name, two.classes, two.train, two.test, Preprocess((0.5,) * 3, (1.0,) * 3))
-    with pytest.raises(DataError, match="preprocessed differently"):
+    with pytest.raises(DataError, match="differ in size, type or preprocessing"):
         TaskSequence("pair", "clean", (one, other)).joined()
 
 

@@ -53,7 +53,7 @@ class TaskSequence(Sequence[Task]):
         for images in (images for task in self for images in (task.train, task.test)):
             for positions in torch.arange(len(images)).split(256):
                 for values in images.batch(positions):
-                    found = crc32(values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), found)
+                    found = crc32(values.cpu().contiguous().view(torch.uint8).numpy().tobytes(), found)
         return found
 
     def __len__(self) -> int:
@@ -73,15 +73,11 @@ class TaskSequence(Sequence[Task]):
 
     def require_joinable(self) -> None:
         """Refuse tasks that `joined` cannot make one of: one task has one size of stored images, and one preprocess."""
-        kinds = {
-            (task.preprocess, images.pixels.dtype, tuple(images.pixels.shape[1:]))
-            for task in self
-            for images in (task.train, task.test)
-        }
-        if len(kinds) > 1:
+        splits = [(task.preprocess, images.pixels) for task in self for images in (task.train, task.test)]
+        if len({(preprocess, pixels.dtype, pixels.shape[1:]) for preprocess, pixels in splits}) > 1:
             raise DataError(
-                f"the tasks of {self.name!r} are stored or preprocessed differently and cannot be joined: leave the "
-                "method joint out, or take tasks of datasets whose images are alike"
+                f"the tasks of {self.name!r} cannot be joined, as the method joint does: their images differ in size, "
+                "type or preprocessing. Give all tasks images of one kind, or leave joint out"
             )
 
     def joined(self, by_name: bool = False) -> TaskSequence:

@@ -35,7 +35,14 @@ def read_folder(path: Path, least: int = 2, without: frozenset[str] = frozenset(
     """
     if not os.path.isdir(path):  # also for a path that is too long, where pathlib raises
         raise DataMissingError(f"the folder {path} is not there; write folder:PATH with the path of your images")
-    if not (folders_in(path / "train") and folders_in(path / "test")):
+    split = [name for name in ("train", "test") if folders_in(path / name)]
+    if len(split) == 1 and set(folders_in(path)) <= {"train", "test", "val", "valid", "validation"}:
+        other = "test" if split == ["train"] else "train"
+        raise DataError(
+            f"{path} has class folders in {split[0]}/ but not in {other}/; add them there, or put the class folders "
+            f"directly into {path}, and a fifth of each class is held out for testing"
+        )
+    if len(split) < 2:
         files, labels, classes = _class_folders(path, path, least, without)
         train, test = stratified_split(labels, classes)
     else:
