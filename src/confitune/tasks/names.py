@@ -33,12 +33,18 @@ from types import MappingProxyType, ModuleType
 from confitune.errors import ConfituneError, DataError, DataMissingError
 from confitune.files import run_file
 from confitune.tasks.datasets.bundled import DIGITS, PHOTOS, read_digits, read_photos
-from confitune.tasks.datasets.caltech101 import CALTECH101, read_caltech101
-from confitune.tasks.datasets.cifar100 import CIFAR100, read_cifar100
-from confitune.tasks.datasets.cub200 import CUB200, read_cub200
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet
-from confitune.tasks.datasets.flowers102 import FLOWERS102, read_flowers102
 from confitune.tasks.datasets.folder import FOLDER, read_folder
+from confitune.tasks.datasets.paper_sets import (
+    CALTECH101,
+    CIFAR100,
+    CUB200,
+    FLOWERS102,
+    read_caltech101,
+    read_cifar100,
+    read_cub200,
+    read_flowers102,
+)
 from confitune.tasks.sequence import TaskSequence
 
 READERS: dict[DatasetInfo, Callable[[Path, bool], ImageSet]] = {  # called with the data folder, and whether to download
