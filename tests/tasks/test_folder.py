@@ -118,7 +118,7 @@ def test_bad_folders_are_explained(load, class_folders: Path, tmp_path: Path, wr
     (class_folders / "empty/inner").rmdir()
     (class_folders / "empty").rmdir()
     write_image(class_folders / "rare/0.jpg", 3)
-    with pytest.raises(DataError, match=r"fewer than two images: 'rare' \(1\)"):
+    with pytest.raises(DataError, match=r"too few images to train and to test on: 'rare' \(1\)"):
         load(class_folders)
     (class_folders / "rare").rename(class_folders / "Ant")
     with pytest.raises(DataError, match=r"'Ant' and 'ant' .* differ only in case"):

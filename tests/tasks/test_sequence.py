@@ -234,7 +234,7 @@ GOOD = [(pillow(i), i % 2) for i in range(10)]
         ([Listed(GOOD)], {"class_names": [("only one",)]}, "2 labels .* but 1 class names"),
         ([Listed(GOOD)], {"task_names": ["a", "b"]}, "task_names has 2 entries for 1 tasks"),
         ([Listed(GOOD)], {"test_share": 1.5}, "test_share is 1.5"),
-        ([Listed([*GOOD, (pillow(3), 8)])], {}, r"fewer than two images: '8' \(1\)"),
+        ([Listed([*GOOD, (pillow(3), 8)])], {}, r"too few images .*: '8' \(1\)"),
         ([], {}, "empty"),
     ],
 )

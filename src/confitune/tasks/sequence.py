@@ -59,9 +59,6 @@ class TaskSequence(Sequence[Task]):
     def __len__(self) -> int:
         return len(self.tasks)
 
-    def __iter__(self) -> Iterator[Task]:
-        return iter(self.tasks)
-
     @overload
     def __getitem__(self, index: int) -> Task: ...
     @overload

@@ -51,11 +51,6 @@ class Preprocess:
         """
         if pixels.is_floating_point():
             return pixels
-        if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] != 3:
-            raise DataError(
-                f"expected uint8 pixels of shape [N, 3, H, W], got {pixels.dtype} {list(pixels.shape)}; "
-                "convert the images or normalise them to float yourself"
-            )
         values = pixels.to(torch.float32, memory_format=torch.channels_last)
         if self.resize is not None:
             values = _resize_short_side(values, self.resize)

@@ -98,11 +98,10 @@ class XconvNorms(Part):
 
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
         if not batch_norms(backbone):
-            what = (
-                f"{type(backbone).__name__} has no batch norm for ConFiT to correct. Choose a network with batch norm"
+            raise NoBatchNormError(
+                f"{type(backbone).__name__} has no batch norm for ConFiT to correct. Choose a network with batch norm "
+                "(`confitune models` lists some) or another method: finetune, bn-only and linear-probe run on any"
             )
-            others = "another method: finetune, bn-only and linear-probe run on any network."
-            raise NoBatchNormError(f"{what} (`confitune models` lists some), or {others}")
         self.norms.attach(backbone, flow)
         readers: dict[tuple[int, int], str] = {}  # of tensors: the first convolution of each
         for name, norm in self.norms.layers.items():
