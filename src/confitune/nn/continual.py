@@ -80,16 +80,15 @@ class ContinualNet(TaskBank):
         if self.tasks:
             more = [task for task, entry in self.tasks.items() if set(entry.owns) != {Head.name}]
             self.prepare((more or list(self.tasks))[-1])
-            self._store_current()
+            self._store()
         self.observer.image_size = None
         self.head.select(len(names))
         for part in self._parts:
             part.restore({})
             part.start(generator)
-        entry = TaskEntry(names, torch.empty(0))
-        self._store(entry, finished=False)
-        self.tasks[name] = entry
+        self.tasks[name] = TaskEntry(names, torch.empty(0))
         self._current, self._prepared = name, None
+        self._store()
 
     @torch.no_grad()
     def prepare(self, task: str | None = None) -> None:
@@ -115,7 +114,7 @@ class ContinualNet(TaskBank):
         if self.tasks[name].finished:
             raise ConfituneError(f"task {name!r} is finished already")
         self.observer.require_batches(name)
-        self._store_current(finished=True, owns=owns)
+        self._store(finished=True, owns=owns)
         if owns is not None:
             self._load(self.tasks[name])
         self.prepare(name)
@@ -128,7 +127,8 @@ class ContinualNet(TaskBank):
         self.observer.image_size = None
         for part in self._parts:
             part.restore({})
-        self._store(self.tasks[name], finished=False)
+        self.tasks[name].finished = False
+        self._store()
         self._prepared = None
 
     # ---- images ----------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class ContinualNet(TaskBank):
     @contextmanager
     def as_pretrained(self, only: Sequence[str] | None = None) -> Iterator[None]:
         """Within, in evaluation mode, the current, unfinished task's parts are those that pre-training left."""
-        self._store_current()
+        self._store()
         try:
             self.start_pretrained(only)
             with self.evaluating():

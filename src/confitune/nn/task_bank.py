@@ -97,7 +97,7 @@ class TaskBank(nn.Module):
         entry = self._entry(name)
         if name == self._current:
             return
-        self._store_current()
+        self._store()
         self._load(entry)
         self._current, self._prepared = name, None
         self.observer.image_size = entry.image_size
@@ -130,20 +130,18 @@ class TaskBank(nn.Module):
         """A task's row as named views. Keys name layers, never the task, so a saved task can be renamed or moved."""
         return unpack(entry.row, {key: shape for of in self._shapes(entry).values() for key, shape in of.items()})
 
-    def _store_current(self, finished: bool = False, owns: Sequence[str] | None = None) -> None:
-        """An unfinished task's row follows what is live; a finished one's never changes."""
-        if self._current is not None and not self.tasks[self._current].finished:
-            self.observer.fold()
-            self._store(self.tasks[self._current], finished, owns)
-            self.tasks[self._current].image_size = self.observer.image_size
-
-    def _store(self, entry: TaskEntry, finished: bool, owns: Sequence[str] | None = None) -> None:
-        """Pack what is live into `entry`; of a task that owns only some parts, those."""
+    def _store(self, finished: bool = False, owns: Sequence[str] | None = None) -> None:
+        """Pack what is live into the current task's row, unless that task is finished; of some parts, or of all."""
+        if self._current is None or self.tasks[self._current].finished:
+            return
+        entry = self.tasks[self._current]
+        self.observer.fold()
         parts = [part for part in self._parts if owns is None or part.name in owns]
         entry.owns = tuple(part.name for part in parts)
         entry.finished = finished
         entry.row = pack(tensor for part in parts for tensor in part.live(finished).values())
         entry.facts = {key: fact for part in parts for key, fact in part.facts().items()}
+        entry.image_size = self.observer.image_size
 
     @torch.no_grad()
     def _load(self, entry: TaskEntry) -> None:
@@ -170,7 +168,7 @@ class TaskBank(nn.Module):
         """Everything that is the task's own, by layer; the task's name is not part of the keys."""
         entry = self._entry(name)
         if name == self._current:
-            self._store_current()
+            self._store()
         state = {key: tensor.clone() for key, tensor in self._named(entry).items()}
         state |= {key: torch.tensor(fact) for key, fact in entry.facts.items()}
         state["image_size"] = torch.tensor(entry.image_size or (0, 0))

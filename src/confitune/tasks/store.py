@@ -137,32 +137,29 @@ def _build(
     decoded: Callable[[int], None],
 ) -> None:
     checksums: list[int] = []
+    broken: dict[str, str] = {}  # files that cannot be read, and why
 
-    def decode(file: ImageFile) -> bytes | UnreadableImageError:
-        path = folder / file.name
+    def decode(file: ImageFile) -> bytes:
         try:
-            return pipeline(open_rgb(path), file.box).tobytes()
+            return pipeline(open_rgb(folder / file.name), file.box).tobytes()
         except UnreadableImageError as error:
-            return UnreadableImageError(str(error), [file.name])
+            broken[file.name] = str(error)
         except Exception as error:  # e.g. an empty bounding box
-            return UnreadableImageError(f"cannot resize and crop the image {path}: {error}", [file.name])
+            broken[file.name] = f"cannot resize and crop the image {folder / file.name}: {error}"
+        return b""
 
     def write_pixels(out: IO[bytes]) -> None:
-        broken: list[UnreadableImageError] = []
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes and resizes outside Python's lock
             for first in range(0, len(files), CHUNK):
                 chunk = files[first : first + CHUNK]
                 for image in pool.map(decode, chunk):
-                    if isinstance(image, UnreadableImageError):
-                        broken.append(image)
-                        continue
                     out.write(image)
                     checksums.append(crc32(image))
                 decoded(first + len(chunk))
         if broken:  # all of them at once: one run for each broken file would be tedious
-            listed = "\n".join(map(str, broken[:20]))
+            listed = "\n".join(broken[name] for name in sorted(broken)[:20])
             message = f"{listed}\n{len(broken)} of {len(files)} images; replace or remove them"
-            raise UnreadableImageError(message, [name for error in broken for name in error.files])
+            raise UnreadableImageError(message, broken)
 
     # The header is written last: it says that the pixels beside it are complete.
     Path(f"{place}.json").unlink(missing_ok=True)
