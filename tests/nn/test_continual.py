@@ -209,7 +209,7 @@ def test_moves_take_everything_of_a_task_along(backbone, learn, parts):
     assert {tensor.device.type for tensor in [*net.parameters(), *net.buffers()]} == {"meta"}
 
 
-# ---- batches that mix tasks give each image what its own task alone would give it -------------------------------------
+# ---- batches that mix tasks give each image what its own task alone would give it ------------------------------------
 
 
 def tiny_efficientnet() -> nn.Module:

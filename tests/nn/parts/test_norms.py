@@ -341,7 +341,7 @@ def test_batch_moments_are_used_and_not_kept(backbone, learn):
     assert all(m.training and m.track_running_stats for m in net.backbone.modules() if isinstance(m, nn.BatchNorm2d))
 
 
-# ---- moments of a task's own, and tasks that do without ---------------------------------------------------------------
+# ---- moments of a task's own, and tasks that do without --------------------------------------------------------------
 
 
 @pytest.fixture
