@@ -27,11 +27,11 @@ class ContinualNet(TaskBank):
     """A shared backbone, and what each task owns of it.
 
     Args:
-        backbone: maps images to feature vectors [N, F]. A timm or torchvision classifier loses its last layer.
-        parts: what a task owns; a `Head` is one of them. They belong to this network from now on.
+        backbone: maps images to feature vectors [N, F]. The last layer of a timm or torchvision classifier is removed.
+        parts: what a task owns; one of them is a `Head`. A part belongs to one network.
         momentum: of all running statistics. The default is the paper's; timm's tf_ networks come with 0.01, which is
             too slow for tasks of a few hundred steps.
-        example_input: a batch of two inputs; needed only where the backbone's input shape cannot be guessed.
+        example_input: a batch of two inputs, needed only where the backbone's input shape cannot be guessed.
 
     >>> from confitune.nn import XconvNorms
     >>> backbone = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -66,7 +66,7 @@ class ContinualNet(TaskBank):
     # ---- tasks -----------------------------------------------------------------------------------------------------
 
     def add_task(self, name: str, classes: int | Sequence[str], generator: torch.Generator | None = None) -> None:
-        """Add a task and make it current. Its parts start as they say; most from the last task's.
+        """Add a task and make it current. Most parts start from those of the last task; each part says so itself.
 
         Args:
             classes: names of the classes, or how many.
@@ -94,7 +94,7 @@ class ContinualNet(TaskBank):
     def prepare(self, task: str | None = None) -> None:
         """Make `task` (default: the current one) ready for evaluation under today's weights.
 
-        Does nothing where that was done and no weight has moved since.
+        Does nothing if no weight has moved since the last time.
         """
         self.set_task(task if task is not None else self.current_task)
         entry = self.tasks[self.current_task]
@@ -106,9 +106,10 @@ class ContinualNet(TaskBank):
             self._prepared = version
 
     def finish_task(self, owns: Sequence[str] | None = None) -> None:
-        """End the current task's training: store its state for good. The task is then ready for evaluation.
+        """End the training of the current task and store its state for good; it is then ready for evaluation.
 
-        Of parts that are not in `owns` (default: all are) it uses what pre-training left.
+        Args:
+            owns: the names of the parts that the task keeps (default: all); of others it uses the pre-trained state.
         """
         name = self.current_task
         if self.tasks[name].finished:
@@ -170,10 +171,12 @@ class ContinualNet(TaskBank):
             raise ConfituneError("a mixed batch is for evaluation: batch moments belong to one task; call eval() first")
         if index.shape != (len(x),) or index.is_floating_point():
             raise ConfituneError(f"a mixed batch needs one task index per image, got {tuple(index.shape)} for {len(x)}")
-        tasks, places = list(self.tasks), index.unique().tolist()
+        tasks = list(self.tasks)
+        places = index.unique().tolist()
         if not places or not 0 <= places[0] <= places[-1] < len(tasks):
             raise ConfituneError(f"task indices run from 0 to {len(tasks) - 1}, got {places}")
-        current, most = self._current, max(len(self.tasks[tasks[place]].classes) for place in places)
+        current = self._current
+        most = max(len(self.tasks[tasks[place]].classes) for place in places)
         mixed = x.new_full((len(x), most), float("-inf"))
         for place in places:
             mine = index == place

@@ -150,7 +150,8 @@ class TaskBank(nn.Module):
         kept = self._named(entry)
         for part in self._parts:
             owned = part.name in entry.owns
-            live, values = part.live(entry.finished and owned), kept if owned else part.pretrained()
+            live = part.live(entry.finished and owned)
+            values = kept if owned else part.pretrained()
             if live:
                 torch._foreach_copy_(list(live.values()), [values[key] for key in live])
             part.restore(entry.facts)

@@ -106,7 +106,8 @@ def _key(folder: Path, files: Sequence[ImageFile], pipeline: Pipeline) -> str:
 
 def _read(place: Path, shape: tuple[int, ...]) -> Tensor | None:
     """The store's images, or None where there is no complete and undamaged store."""
-    pixels, size = Path(f"{place}.u8"), math.prod(shape)
+    pixels = Path(f"{place}.u8")
+    size = math.prod(shape)
     try:
         header = json.loads(Path(f"{place}.json").read_text())
         if header["shape"] != list(shape) or pixels.stat().st_size != size:

@@ -43,7 +43,8 @@ class Head(Part):
 
     def keep_only(self, counts: Iterable[int]) -> None:
         """Have live layers for tasks with so many classes, and no others."""
-        current, needed = self._classes, set(counts)
+        current = self._classes
+        needed = set(counts)
         for classes in needed:
             self.select(classes)
         for unused in set(self.linears) - set(map(str, needed)):

@@ -19,7 +19,8 @@ from confitune.nn.pairing import Flow
 from confitune.nn.parts.part import Part
 
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-AFFINE, MOMENTS = ("weight", "bias"), ("running_var", "running_mean")
+AFFINE = ("weight", "bias")
+MOMENTS = ("running_var", "running_mean")
 
 
 def norm_layers(backbone: nn.Module) -> dict[str, nn.Module]:
@@ -54,7 +55,9 @@ class Norms(Part):
         keep_pretrained: bool = False,
     ) -> None:
         super().__init__()
-        self.affine, self.moments, self.start_from = affine, moments, start
+        self.affine = affine
+        self.moments = moments
+        self.start_from = start
         self.keep_pretrained = keep_pretrained or start == "pretrained"
         self.layers: dict[str, nn.Module] = {}  # not registered: they are the backbone's
 

@@ -80,7 +80,8 @@ class XconvNorms(Part):
             raise ConfituneError(f"means={means!r} is not known; choose 'window' or 'phase'")
         if statistics not in ("running", "pass"):
             raise ConfituneError(f"statistics={statistics!r} is not known; choose 'running' or 'pass'")
-        self.means, self.statistics = means, statistics
+        self.means = means
+        self.statistics = statistics
         self.norms = Norms()
         self.inputs: dict[str, InputMeans] = {}  # by the first convolution that reads the tensor
         self.registered = nn.ModuleList()  # the same

@@ -165,7 +165,8 @@ def _box(text: str) -> Box:
 
 # ---- Caltech101 ----------------------------------------------------------------------------------------------------
 
-CALTECH_FOLDER, CATEGORIES = "caltech101", "101_ObjectCategories"
+CALTECH_FOLDER = "caltech101"
+CATEGORIES = "101_ObjectCategories"
 CALTECH_ARCHIVE = Remote(
     "https://data.caltech.edu/records/mzrjq-6wc02/files/caltech-101.zip", "3138e1922a9193bfa496528edbbc45d0"
 )
@@ -221,7 +222,8 @@ def read_flowers102(data_dir: Path, download: bool) -> ImageSet:
             FLOWERS_IMAGES.fetch_folder(root / FLOWERS_FOLDER / "jpg")
         FLOWERS_LABELS.fetch(root / FLOWERS_FOLDER)
 
-    contents, fetching = ["jpg", "imagelabels.mat"], fetch if download else None
+    contents = ["jpg", "imagelabels.mat"]
+    fetching = fetch if download else None
     folder = locate("flowers102", data_dir, FLOWERS_FOLDER, contents, FLOWERS_SOURCE, fetching)
     try:
         numbers = loadmat(folder / "imagelabels.mat", squeeze_me=True)["labels"].ravel().astype(np.int64)
