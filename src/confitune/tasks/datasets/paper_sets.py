@@ -31,7 +31,7 @@ from torchvision.datasets import Flowers102
 
 from confitune.errors import DataError
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, Remote, locate, unpack
-from confitune.tasks.datasets.folder import folders_in, images_below, read_folder
+from confitune.tasks.datasets.folder import read_folder
 from confitune.tasks.decode import CROP, RESIZE, Box, open_rgb
 from confitune.tasks.splits import stratified_split
 from confitune.tasks.store import ImageFile
@@ -189,15 +189,7 @@ def read_caltech101(data_dir: Path, download: bool) -> ImageSet:
     folder = locate("caltech101", data_dir, CALTECH_FOLDER, [CATEGORIES], CALTECH_SOURCE, fetching)
     if (folder / "caltech-101").exists():  # torchvision removes it when everything has been unpacked
         raise DataError(f"{folder} was not unpacked to the end; remove it and get it again")
-    top = folder / CATEGORIES
-    classes = [name for name in folders_in(top) if name != "BACKGROUND_Google"]
-    found = [images_below(top / category) for category in classes]
-    if not classes or not all(found):
-        raise DataError(f"{top} holds no category folders, or one without images; unpack the archive again")
-    files = tuple(ImageFile(path.relative_to(folder).as_posix()) for paths in found for path in paths)
-    labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(paths) for paths in found])
-    train, test = stratified_split(labels, classes)
-    return ImageSet(tuple(classes), labels, train, test, folder=folder, files=files)
+    return read_folder(folder / CATEGORIES, without=frozenset({"BACKGROUND_Google"}))
 
 
 # ---- Flowers102 ----------------------------------------------------------------------------------------------------
