@@ -125,7 +125,7 @@ def test_what_is_held_out_depends_on_the_seed_alone() -> None:
 
 
 def test_nothing_to_hold_out_is_explained() -> None:
-    with pytest.raises(DataError, match="task 'one' has one training image a class"):
+    with pytest.raises(DataError, match="task 'one' has one training image per class"):
         two_tasks().validating(0.1)
 
 

@@ -148,7 +148,7 @@ class ContinualNet(TaskBank):
         return cast(Tensor, self.head(self.features(x)))
 
     def features(self, x: Tensor, backbone: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """What the backbone, or compiled code in its place, makes of images of the current task, [N, F]."""
+        """Features [N, F] of images of the current task, from the backbone or from compiled code in its place."""
         name = self.current_task
         entry = self.tasks[name]
         size = (x.shape[-2], x.shape[-1]) if x.dim() == 4 else None
@@ -206,28 +206,28 @@ class ContinualNet(TaskBank):
         return {name: p for name, p in self.backbone.named_parameters() if id(p) not in own}
 
     def weights_moved(self) -> None:
-        """Say that weights changed where tensor versions do not show it, as in a replayed graph."""
+        """Tell the network that weights changed where tensor versions do not show it, as in a replayed graph."""
         self._prepared = None
 
     def measure(self, batches: Iterable[Tensor], forward: Callable[[Tensor], object] | None = None) -> Tensor:
-        """Take the current task's statistics in a pass over `batches` with the current weights: `Observer.average`.
+        """Measure the current task's statistics in a pass over `batches` with the current weights: `Observer.average`.
 
-        In training mode, because batch moments are part of what was trained. `forward` takes a batch, of whatever kind,
+        In training mode, because the task was trained with batch moments. `forward` passes a batch, of whatever kind,
         through this network; default: the network itself.
         """
-        with self.evaluating():  # which brings today's mode back
+        with self.evaluating():  # which restores the mode
             self.train()
             return self.observer.average(batches, forward or self)
 
     def start_pretrained(self, only: Sequence[str] | None = None) -> None:
-        """Bring the current, unfinished task's parts (or only some) to what pre-training left, where that is kept."""
+        """Set the parts of the current, unfinished task (or only some) to the pre-trained state, where that is kept."""
         for part in self._parts:
             if only is None or part.name in only:
                 part.start_pretrained()
 
     @contextmanager
     def as_pretrained(self, only: Sequence[str] | None = None) -> Iterator[None]:
-        """Within, in evaluation mode, the current, unfinished task's parts are those that pre-training left."""
+        """Within, the network is in evaluation mode, and parts of the current, unfinished task are pre-trained."""
         self._store()
         try:
             self.start_pretrained(only)
@@ -238,7 +238,7 @@ class ContinualNet(TaskBank):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within, in evaluation mode and without gradients."""
+        """Within, the network is in evaluation mode and computes no gradients."""
         before = self.training
         self.eval()
         try:
@@ -249,7 +249,7 @@ class ContinualNet(TaskBank):
 
     @contextmanager
     def at_batch_moments(self) -> Iterator[None]:
-        """Within, in evaluation mode, but batch norms use the moments of the batch at hand and keep nothing of them."""
+        """Within, the network is in evaluation mode, but batch norms use the moments of the batch, and keep none."""
         with self.evaluating(), self.observer.untracked():
             for norm in batch_norms(self.backbone):
                 norm.train()

@@ -1,7 +1,7 @@
-"""What is kept of every task: one packed row of numbers each, and its way into files and back.
+"""What is kept for each task: one packed row of numbers, and how it is saved and loaded.
 
 The live tensors of a network's parts stay at addresses that never change. A row is what a task owns of them, flattened.
-Switching tasks copies rows in and out; nothing is ever swapped, so captured graphs and memory-mapped rows stay valid.
+Switching tasks copies rows in and out; no tensor is ever swapped, so captured graphs and memory-mapped rows stay valid.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TaskStorage:
 
 
 class TaskBank(nn.Module):
-    """A backbone with parts that are attached to it, and the rows of all tasks. One task is live."""
+    """A backbone with its parts, and the rows of all tasks, one of which is live."""
 
     def __init__(self, backbone: nn.Module, parts: Sequence[Part]) -> None:
         super().__init__()
@@ -74,16 +74,16 @@ class TaskBank(nn.Module):
         return self.part(Head)
 
     def part(self, kind: type[AnyPart]) -> AnyPart:
-        """Its part of this kind."""
+        """The part of this class."""
         return cast(AnyPart, self.parts[kind.name])
 
     @property
     def numbers_per_task(self) -> int:
-        """What a finished task that owns all parts keeps, without its head."""
+        """How many numbers a finished task that owns all parts keeps, without its head."""
         return sum(tensor.numel() for part in self._beside_head() for tensor in part.live(True).values())
 
     def storage(self) -> dict[str, TaskStorage]:
-        """What each task takes, measured from what is stored."""
+        """How many numbers each task keeps, counted from what is stored."""
         found = {}
         for name, entry in self.tasks.items():
             shapes = self._shapes(entry).items()
@@ -163,7 +163,7 @@ class TaskBank(nn.Module):
         self._prepared = None
         return self
 
-    # ---- in and out ------------------------------------------------------------------------------------------------
+    # ---- saving and loading ----------------------------------------------------------------------------------------
 
     def task_state_dict(self, name: str) -> dict[str, Tensor]:
         """Everything that is the task's own, by layer; the task's name is not part of the keys."""

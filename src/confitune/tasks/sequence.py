@@ -48,7 +48,7 @@ class TaskSequence(Sequence[Task]):
 
     @cached_property
     def checksum(self) -> int:
-        """Of all images and labels, wherever they lie: another one where a photo was replaced."""
+        """Of all images and labels: it changes when a photo is replaced."""
         found = 0
         for images in (images for task in self for images in (task.train, task.test)):
             for positions in torch.arange(len(images)).split(256):
@@ -80,12 +80,11 @@ class TaskSequence(Sequence[Task]):
     def joined(self, by_name: bool = False) -> TaskSequence:
         """All tasks as one, with all classes and all data (joint training).
 
-        `groups` of the one task says which classes came from which task, so that each competes with those of its own
-        task only. Where two tasks have a class of the same name, every class is named "task:class". See
-        `require_joinable` for what cannot be joined.
+        `groups` of the joint task tells which classes came from which task, so that a class competes only with those
+        of its own task. If two tasks have a class of the same name, all classes are named "task:class".
 
         Args:
-            by_name: classes of the same name are one, and all compete: there are no groups.
+            by_name: merge classes of the same name, and let all classes compete: there are no groups.
         """
         if len(self) == 1 and self[0].groups:
             return self
@@ -107,10 +106,9 @@ class TaskSequence(Sequence[Task]):
         return replace(self, tasks=(whole,))
 
     def validating(self, share: float, seed: int = 0) -> TaskSequence:
-        """The same tasks, tested on a share of their training images, which are then not trained on.
+        """The same tasks, tested on held-out training images, so that hyperparameters can be tuned.
 
-        To choose hyperparameters by: the test images are not among them. The share is the same in every class (see
-        `hold_out`), and the split depends on nothing but the seed.
+        The share is the same in every class (see `hold_out`), and the split depends on nothing but the seed.
         """
         generator = torch.Generator().manual_seed(seed)
         tasks = []
@@ -118,8 +116,8 @@ class TaskSequence(Sequence[Task]):
             stay, held = hold_out(task.train.labels.cpu(), share, generator)
             if not len(held):
                 raise DataError(
-                    f"task {task.name!r} has one training image a class, so none can be held out to choose by; "
-                    "give it classes of two or more"
+                    f"task {task.name!r} has one training image per class, so none can be held out; give every class "
+                    "two or more"
                 )
             tasks.append(replace(task, train=task.train.only(stay), test=task.train.only(held)))
         return replace(self, tasks=tuple(tasks))

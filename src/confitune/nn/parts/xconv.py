@@ -65,7 +65,7 @@ class XconvLayer:
 class XconvNorms(Part):
     """Task-specific batch norms that recover their means.
 
-    A batch norm that no plain convolution directly precedes keeps all its moments; `fallbacks` says which and why.
+    A batch norm that does not directly follow a plain convolution keeps all its moments; `fallbacks` says why.
 
     Args:
         means: of the input: 'window' (exact for any convolution) or 'phase' (the paper's, fewer numbers).
