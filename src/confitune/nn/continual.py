@@ -1,29 +1,31 @@
 """One backbone for many tasks: what a task owns is a set of parts, all else is shared.
 
-The tensors of the current task are live in the network; `TaskBank` keeps those of all others, packed, and knows their
-way into files. A finished task's row never changes: what has to follow the shared weights is worked out by its parts
-before it is used.
+The tensors of the current task are live in the network; those of all others lie packed in a `TaskBank`. A finished
+task's row never changes: what has to follow the shared weights is worked out by its parts before it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
 from confitune.nn.backbones import headless
+from confitune.nn.observer import Observer
 from confitune.nn.pairing import trace_flow
 from confitune.nn.parts.head import Head
 from confitune.nn.parts.norms import batch_norms, norm_layers
 from confitune.nn.parts.part import Part
-from confitune.nn.task_bank import TaskBank, TaskEntry
+from confitune.nn.task_bank import State, TaskBank, TaskEntry, TaskStorage
+
+AnyPart = TypeVar("AnyPart", bound=Part)
 
 
-class ContinualNet(TaskBank):
+class ContinualNet(nn.Module):
     """A shared backbone, and what each task owns of it.
 
     Args:
@@ -47,6 +49,7 @@ class ContinualNet(TaskBank):
     def __init__(
         self, backbone: nn.Module, parts: Sequence[Part], *, momentum: float = 0.1, example_input: Tensor | None = None
     ) -> None:
+        super().__init__()
         names = [part.name for part in parts]
         if names.count(Head.name) != 1 or len(set(names)) != len(names):
             raise ConfituneError(f"a network needs one Head and each part once, got {', '.join(names) or 'none'}")
@@ -59,11 +62,40 @@ class ContinualNet(TaskBank):
             norm.momentum = momentum
         for part in parts:
             part.attach(backbone, flow)
-        super().__init__(backbone, parts)
+        self.backbone = backbone
         self.momentum = momentum
+        self._parts = list(parts)
+        self.parts = nn.ModuleDict({part.name: part for part in parts})
+        self.kinds = [part.kind for part in parts]  # with their options; a saved state must agree
+        self.observer = Observer(backbone, [part for part in parts if part.input_means])
+        self._bank = TaskBank(parts, self.head)
+        self.tasks: Mapping[str, TaskEntry] = self._bank.tasks  # in the order in which they were added
+        self._current: str | None = None
+        self._prepared: int | None = None  # the version of the weights for which the current task's parts are prepared
         self.train(self.training)
 
     # ---- tasks -----------------------------------------------------------------------------------------------------
+
+    @property
+    def current_task(self) -> str:
+        """The task that is live."""
+        if self._current is None:
+            raise ConfituneError("no task is live: add_task(name, classes), or set_task(name) where there are some")
+        return self._current
+
+    @property
+    def numbers_per_task(self) -> int:
+        """How many numbers a finished task that owns all parts keeps, without its head."""
+        return sum(tensor.numel() for part in self._beside_head() for tensor in part.live(True).values())
+
+    @property
+    def head(self) -> Head:
+        """The part that classifies."""
+        return self.part(Head)
+
+    def part(self, kind: type[AnyPart]) -> AnyPart:
+        """The part of this class."""
+        return cast(AnyPart, self.parts[kind.name])
 
     def add_task(self, name: str, classes: int | Sequence[str], generator: torch.Generator | None = None) -> None:
         """Add a task and make it current. Most parts start from those of the last task; each part says so itself.
@@ -86,9 +118,19 @@ class ContinualNet(TaskBank):
         for part in self._parts:
             part.restore({})
             part.start(generator)
-        self.tasks[name] = TaskEntry(names, torch.empty(0))
+        self._bank.tasks[name] = TaskEntry(names, torch.empty(0))
         self._current, self._prepared = name, None
         self._store()
+
+    def set_task(self, name: str) -> None:
+        """Make a task live; an unfinished task that was live is stored first."""
+        entry = self._bank.entry(name)
+        if name == self._current:
+            return
+        self._store()
+        self._bank.load(entry)
+        self._current, self._prepared = name, None
+        self.observer.image_size = entry.image_size
 
     @torch.no_grad()
     def prepare(self, task: str | None = None) -> None:
@@ -117,12 +159,12 @@ class ContinualNet(TaskBank):
         self.observer.require_batches(name)
         self._store(finished=True, owns=owns)
         if owns is not None:
-            self._load(self.tasks[name])
+            self._bank.load(self.tasks[name])
         self.prepare(name)
 
     def reopen(self, name: str) -> None:
         """Make a finished task trainable again, from its state under today's weights."""
-        if not self._entry(name).finished:
+        if not self._bank.entry(name).finished:
             raise ConfituneError(f"task {name!r} is not finished: set_task({name!r}) to train it on")
         self.prepare(name)
         self.observer.image_size = None
@@ -131,6 +173,18 @@ class ContinualNet(TaskBank):
         self.tasks[name].finished = False
         self._store()
         self._prepared = None
+
+    def drop_task(self, name: str) -> None:
+        """Forget a task; the others stay as they are."""
+        self._bank.entry(name)
+        if name == self._current:
+            self._current = None
+        del self._bank.tasks[name]
+        self.head.keep_only(len(entry.classes) for entry in self.tasks.values())
+
+    def storage(self) -> dict[str, TaskStorage]:
+        """How many numbers each task keeps, counted from what is stored."""
+        return {name: self._bank.storage(entry) for name, entry in self.tasks.items()}
 
     # ---- images ----------------------------------------------------------------------------------------------------
 
@@ -234,7 +288,7 @@ class ContinualNet(TaskBank):
             with self.evaluating():
                 yield
         finally:
-            self._load(self.tasks[self.current_task])
+            self._bank.load(self.tasks[self.current_task])
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -254,3 +308,80 @@ class ContinualNet(TaskBank):
             for norm in batch_norms(self.backbone):
                 norm.train()
             yield
+
+    # ---- saving and loading ----------------------------------------------------------------------------------------
+
+    def task_state_dict(self, name: str) -> dict[str, Tensor]:
+        """Everything that is the task's own, by layer; the task's name is not part of the keys."""
+        entry = self._bank.entry(name)
+        if name == self._current:
+            self._store()
+        return self._bank.to_state(entry)
+
+    def load_task_state_dict(self, name: str, state: State, classes: Sequence[str] | None = None) -> None:
+        """Put a task's state back, as a new task or over an existing one of that name, and make it current."""
+        entry = self._bank.from_state(name, state, classes, next(self.backbone.parameters()))
+        if name == self._current:
+            self._current = None  # what was live is replaced, not stored
+        self._bank.tasks[name] = entry
+        self.set_task(name)
+
+    def shared_state_dict(self) -> dict[str, Tensor]:
+        """What all tasks share: the backbone without what tasks own, and what is kept of pre-training."""
+        own = {key for part in self._beside_head() for key in part.live(False)}
+        own |= {f"{key.rpartition('.')[0]}.num_batches_tracked" for key in own}
+        layers = self.backbone.state_dict()
+        shared = {key: tensor for key, tensor in layers.items() if key not in own}
+        kept = [part.pretrained() for part in self._beside_head()]
+        return shared | {key: tensor for of in kept for key, tensor in of.items() if key in layers}
+
+    @torch.no_grad()
+    def load_shared_state_dict(self, state: State) -> None:
+        """Put back what `shared_state_dict` gave."""
+        own = self.shared_state_dict()
+        misfits = {key for key, tensor in own.items() if key not in state or state[key].shape != tensor.shape}
+        if wrong := sorted(misfits | state.keys() - own.keys()):
+            some = f"{len(wrong)} tensors are missing, unknown or of another shape ({', '.join(wrong[:3])})"
+            raise ConfituneError(f"the shared weights are those of another network: {some}")
+        for key, tensor in own.items():
+            tensor.copy_(state[key])
+        self._prepared = None
+        if self._current is not None and self.tasks[self._current].finished:
+            self._bank.load(self.tasks[self._current])
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Tasks and their rows, so that `state_dict` holds all there is."""
+        tasks = {name: dict(vars(entry)) for name, entry in self.tasks.items()}
+        size = self.observer.image_size
+        return {"kinds": self.kinds, "current": self._current, "image_size": size, "tasks": tasks}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        if state["kinds"] != self.kinds:
+            raise ConfituneError(f"the state is of a network with {state['kinds']}, this one has {self.kinds}")
+        device = next(self.backbone.parameters()).device
+        self._bank.tasks.clear()
+        for name, values in state["tasks"].items():
+            self._bank.tasks[name] = TaskEntry(**{**values, "row": values["row"].to(device, copy=True)})
+        self._current, self._prepared = state["current"], None
+        self.observer.image_size = state["image_size"]
+        self.head.keep_only(len(entry.classes) for entry in self.tasks.values())  # it may be from before a task
+        if self._current is not None:
+            self.head.select(len(self.tasks[self._current].classes))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ContinualNet:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for entry in self._bank.tasks.values():
+            entry.row = fn(entry.row)
+        self._prepared = None
+        return self
+
+    def _store(self, finished: bool = False, owns: Sequence[str] | None = None) -> None:
+        """An unfinished task's row follows what is live; a finished one's never changes."""
+        if self._current is not None and not (entry := self.tasks[self._current]).finished:
+            self.observer.fold()
+            self._bank.store(entry, finished, owns)
+            entry.image_size = self.observer.image_size
+
+    def _beside_head(self) -> list[Part]:
+        """The parts in the backbone; the head's names may be those of its layers."""
+        return [part for part in self._parts if part is not self.head]
