@@ -11,16 +11,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "MeanInterval",
-    "average_accuracy",
-    "average_accuracy_curve",
-    "average_forgetting",
-    "backward_transfer",
-    "learning_accuracy",
-    "mean_and_interval",
-]
-
 
 class MeanInterval(NamedTuple):
     """A mean over `n` values and the half width of its 95% confidence interval (NaN where `n` is 1)."""
@@ -34,9 +24,6 @@ def average_accuracy(accuracy: ArrayLike) -> float:
     """Mean accuracy over all tasks after the last one (ACC).
 
     `ACC = 1/T * sum_i a[i, T-1]`
-
-    Args:
-        accuracy: T x T, percent.
 
     >>> average_accuracy([[90.0, 80.0], [np.nan, 95.0]])
     87.5
@@ -52,9 +39,6 @@ def average_forgetting(accuracy: ArrayLike) -> float:
     The best accuracy counts from the moment the task was learned. A single task has nothing to forget: 0. NaN where an
     entry on or above the diagonal is missing, since the best accuracy is then unknown.
 
-    Args:
-        accuracy: T x T, percent.
-
     >>> average_forgetting([[90.0, 80.0], [np.nan, 95.0]])
     10.0
     """
@@ -68,9 +52,6 @@ def learning_accuracy(accuracy: ArrayLike) -> float:
 
     `LA = 1/T * sum_i a[i, i]`
 
-    Args:
-        accuracy: T x T, percent.
-
     >>> learning_accuracy([[90.0, 80.0], [np.nan, 95.0]])
     92.5
     """
@@ -83,9 +64,6 @@ def backward_transfer(accuracy: ArrayLike) -> float:
     `BWT = 1/(T-1) * sum_{i<T-1} (a[i, T-1] - a[i, i])`
 
     A single task has no later one: 0.
-
-    Args:
-        accuracy: T x T, percent.
 
     >>> backward_transfer([[90.0, 80.0], [np.nan, 95.0]])
     -10.0
@@ -101,11 +79,7 @@ def average_accuracy_curve(accuracy: ArrayLike) -> NDArray[np.float64]:
 
     `curve[j] = 1/(j+1) * sum_{i<=j} a[i, j]`
 
-    Args:
-        accuracy: T x T, percent.
-
-    Returns:
-        T values, the last one the average accuracy; NaN where a column is incomplete.
+    The last of the T values is the average accuracy. NaN where a column is incomplete.
 
     >>> average_accuracy_curve([[90.0, 80.0], [np.nan, 95.0]])
     array([90. , 87.5])
@@ -119,9 +93,6 @@ def mean_and_interval(values: ArrayLike) -> MeanInterval:
 
     `half_width = t_{0.975, n-1} * s / sqrt(n)`, with `s` the sample standard deviation (`n - 1` degrees of freedom).
     One value says nothing about its spread: `half_width` is NaN.
-
-    Args:
-        values: n numbers, one a seed.
 
     >>> mean, half_width, n = mean_and_interval([86.0, 87.0, 88.0])
     >>> mean, round(half_width, 3), n

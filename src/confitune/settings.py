@@ -124,9 +124,7 @@ class TrainSettings(BaseModel):
         "(paper: not stated; CPR code: 0.1)",
     )
     lr_patience: int | None = Field(
-        None,
-        ge=1,
-        description="divide lr by 3 after this many epochs without a lower validation loss (CPR code: 5)",
+        None, ge=1, description="divide lr by 3 after this many epochs without a lower validation loss (CPR code: 5)"
     )
     warmup: float = Field(0.0, ge=0, lt=1, description="fraction of a task's steps with linear warm-up (paper: 0)")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing (paper: 0)")
@@ -135,8 +133,7 @@ class TrainSettings(BaseModel):
     )
     device: Name = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto",
-        description="bf16: bfloat16 autocast; auto: bf16 on GPUs, fp32 on CPUs",
+        "auto", description="bf16: bfloat16 autocast; auto: bf16 on GPUs, fp32 on CPUs"
     )
     step: Literal["auto", "eager", "graph", "compile"] = Field(
         "auto",

@@ -107,10 +107,10 @@ def test_bad_folders_are_explained(load, class_folders: Path, tmp_path: Path, wr
             load(tmp_path / name)
     with pytest.raises(DataMissingError, match="the folder ~nobody-of-that-name/x is not there"):
         load(Path("~nobody-of-that-name/x"))
-    with pytest.raises(DataError, match=r"holds no class folders; 2 or more are needed\. A folder should hold train"):
+    with pytest.raises(DataError, match=r"has no class folders; 2 or more are needed\. A folder needs train"):
         load(class_folders / "ant")
     (class_folders / "empty").mkdir()
-    with pytest.raises(DataError, match=r"class folder .*empty holds no images\. Fill or remove it\. A folder"):
+    with pytest.raises(DataError, match=r"class folder .*empty has no images\. Fill or remove it\. A folder"):
         load(class_folders)
     (class_folders / "empty/inner").mkdir()
     with pytest.raises(DataError, match="only folders without images"):
@@ -118,7 +118,7 @@ def test_bad_folders_are_explained(load, class_folders: Path, tmp_path: Path, wr
     (class_folders / "empty/inner").rmdir()
     (class_folders / "empty").rmdir()
     write_image(class_folders / "rare/0.jpg", 3)
-    with pytest.raises(DataError, match=r"fewer than two images: 'rare' \(1\)"):
+    with pytest.raises(DataError, match=r"too few images to train and to test on: 'rare' \(1\)"):
         load(class_folders)
     (class_folders / "rare").rename(class_folders / "Ant")
     with pytest.raises(DataError, match=r"'Ant' and 'ant' .* differ only in case"):
@@ -136,6 +136,18 @@ def test_classes_of_train_and_test_must_agree(load, class_folders: Path, tmp_pat
     write_image(tmp_path / "both/test/dog/0.jpg", 3)
     with pytest.raises(DataError, match=r"train has no folder for the classes \['dog'\]"):
         load(tmp_path / "both")
+
+
+def test_one_half_of_a_split_is_not_taken_for_a_class(load, class_folders: Path, tmp_path: Path, write_image) -> None:
+    (tmp_path / "half").mkdir()
+    class_folders.rename(tmp_path / "half/train")
+    for other in ("test", "val"):
+        (tmp_path / "half" / other).mkdir()
+        with pytest.raises(DataError, match=r"half has class folders in train/ but not in test/; add them there, or"):
+            load(tmp_path / "half")
+    write_image(tmp_path / "half/plane/0.jpg", 1)  # now train/ may well be one of the classes
+    with pytest.raises(DataError, match=r"class folder .*test has no images"):
+        load(tmp_path / "half")
 
 
 def test_there_is_no_published_pipeline(load, class_folders: Path) -> None:

@@ -151,7 +151,7 @@ def test_held_out_images_are_each_tasks_own() -> None:
 
 
 def test_joint_training_of_what_is_stored_differently_is_refused() -> None:
-    with pytest.raises(DataError, match=r"the tasks of 'photos:1-2\+digits:1' are stored or preprocessed differently"):
+    with pytest.raises(DataError, match=r"the tasks of 'photos:1-2\+digits:1' cannot be joined"):
         load_tasks("photos:1-2+digits:1", **GREY).joined()
     (whole,) = load_tasks("photos:4-5+photos:1", **GREY).joined()
     assert whole.groups == ((0, 4), (4, 8), (8, 12))

@@ -1,7 +1,6 @@
 """The four sets of the paper, in small, in the layouts of their archives."""
 
 import hashlib
-import importlib
 import pickle
 import shutil
 import tarfile
@@ -15,7 +14,7 @@ from PIL import Image
 from sklearn.model_selection import train_test_split
 
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, DataError, DataMissingError, TaskSequence, load_tasks
-from confitune.tasks.datasets import cifar100 as cifar100_module
+from confitune.tasks.datasets import paper_sets
 from confitune.tasks.datasets.dataset import Remote
 from confitune.tasks.decode import byte_wrap_table
 
@@ -156,10 +155,10 @@ def test_cub_archive_is_unpacked(load, cub_dir: Path, tmp_path: Path, monkeypatc
     home = tmp_path / "elsewhere"
     home.mkdir()
     archive = pack(home / "CUB_200_2011.tgz", cub_dir / "CUB_200_2011")
-    with pytest.raises(DataMissingError, match=r"CUB_200_2011\.tgz is not what was published"):
+    with pytest.raises(DataMissingError, match=r"CUB_200_2011\.tgz is not the published file"):
         load("cub200", home, classes_per_task=2)
     assert sorted(path.name for path in home.iterdir()) == [".cub200.lock", "CUB_200_2011.tgz"]
-    monkeypatch.setattr("confitune.tasks.datasets.cub200.MD5", md5(archive))
+    monkeypatch.setattr("confitune.tasks.datasets.paper_sets.CUB_MD5", md5(archive))
     assert len(load("cub200", home, classes_per_task=2)) == 2
     assert sorted(path.name for path in home.iterdir()) == [".cub200.lock", "CUB_200_2011", "CUB_200_2011.tgz"]
 
@@ -220,7 +219,7 @@ def test_cifar_as_image_files_has_the_same_pixels(load, cifar_dir: Path, tmp_pat
             )
             assert found == told
     Image.new("RGB", (31, 32)).save(next(home.rglob("*.webp")))
-    cifar100_module._read_images.cache_clear()
+    paper_sets.read_cifar_images.cache_clear()
     with pytest.raises(DataError, match="not of 32 x 32 pixels"):
         load("cifar100", home)
 
@@ -267,12 +266,11 @@ def remote(tmp_path: Path, monkeypatch):
     return tmp_path / "remote", asked
 
 
-def publish(monkeypatch, place: str, file: Path) -> None:
+def publish(monkeypatch, name: str, file: Path) -> None:
     """Let the program know the file's checksum as that of the published one."""
-    module, _, name = place.rpartition(".")
-    known = getattr(importlib.import_module(module), name)
+    known = getattr(paper_sets, name)
     assert known.name == file.name
-    monkeypatch.setattr(place, Remote(known.url, md5(file)))
+    monkeypatch.setattr(paper_sets, name, Remote(known.url, md5(file)))
 
 
 def test_flowers_are_downloaded(load, flowers_dir: Path, tmp_path: Path, remote, monkeypatch) -> None:
@@ -280,9 +278,9 @@ def test_flowers_are_downloaded(load, flowers_dir: Path, tmp_path: Path, remote,
     archive = pack(folder / "102flowers.tgz", flowers_dir / "flowers-102/jpg")
     shutil.copy(flowers_dir / "flowers-102/imagelabels.mat", folder)
     new = tmp_path / "new/flowers-102"
-    with pytest.raises(DataMissingError, match=r"102flowers\.tgz is not what was published"):
+    with pytest.raises(DataMissingError, match=r"102flowers\.tgz is not the published file"):
         load("flowers102", new, download=True)
-    publish(monkeypatch, "confitune.tasks.datasets.flowers102.IMAGES", archive)
+    publish(monkeypatch, "FLOWERS_IMAGES", archive)
     asked.clear()
     # Given the dataset's own folder, which is not there yet, the download goes to that very place.
     tasks = load("flowers102", new, download=True, classes_per_task=3)
@@ -296,7 +294,7 @@ def test_flowers_are_downloaded(load, flowers_dir: Path, tmp_path: Path, remote,
 
 def test_cifar_is_downloaded(load, cifar_dir: Path, tmp_path: Path, remote, monkeypatch) -> None:
     archive = pack(remote[0] / "cifar-100-python.tar.gz", cifar_dir / "cifar-100-python")
-    publish(monkeypatch, "confitune.tasks.datasets.cifar100.ARCHIVE", archive)
+    publish(monkeypatch, "CIFAR_ARCHIVE", archive)
     assert len(load("cifar100", tmp_path / "new", download=True)) == 2
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [".cifar100.lock", "cifar-100-python"]
 
@@ -308,7 +306,7 @@ def test_caltech_is_downloaded_as_an_archive_of_archives(
     with zipfile.ZipFile(remote[0] / "caltech-101.zip", "w") as packed:
         packed.write(inner, f"caltech-101/{inner.name}")
         packed.writestr("caltech-101/Annotations.tar", b"not needed")
-    publish(monkeypatch, "confitune.tasks.datasets.caltech101.ARCHIVE", remote[0] / "caltech-101.zip")
+    publish(monkeypatch, "CALTECH_ARCHIVE", remote[0] / "caltech-101.zip")
     tasks = load("caltech101", tmp_path / "new", download=True, classes_per_task=2)
     assert len(tasks) == 2
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [".caltech101.lock", "caltech101"]

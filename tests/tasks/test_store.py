@@ -16,7 +16,7 @@ from PIL import Image
 
 import confitune
 from confitune import files
-from confitune.tasks import Pipeline, StoreError, UnreadableImageError
+from confitune.tasks import DataError, Pipeline, UnreadableImageError
 from confitune.tasks.store import ImageFile, open_store
 
 COUNT = 6
@@ -180,12 +180,12 @@ def test_a_full_disk_and_an_impossible_folder_are_explained(build, photos: Path,
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(StoreError, match=r"\(1 MB\): .*No space left.*CONFITUNE_CACHE"):
+        with pytest.raises(DataError, match=r"\(1 MB\): .*No space left.*CONFITUNE_CACHE"):
             build()
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
     assert build()[1] == COUNT
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="set cache_dir"):
+    with pytest.raises(DataError, match="set cache_dir"):
         open_store("test", photos, [ImageFile("0.png")], Pipeline(), tmp_path / "file")
 
 

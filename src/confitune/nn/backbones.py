@@ -174,11 +174,11 @@ def _read_state(path: Path) -> dict[str, Tensor]:
             with zipfile.ZipFile(path) as archive:
                 if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
                     raise ValueError("it is packed")
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Tensor] = saved.get("state_dict", saved)
+        if not all(isinstance(value, Tensor) for value in state.values()):
+            raise ValueError("it holds more than tensors")
+        return state
     except Exception as error:  # torch's own words advise to run what is in the file
-        why = "it is damaged, or holds more than tensors. Save a state dict with torch.save or safetensors"
+        why = "it is damaged, or no state dict of tensors. Save one with torch.save or safetensors"
         raise ConfituneError(f"{path} cannot be read as weights: {why}") from error
-    state = state.get("state_dict", state) if isinstance(state, dict) else state
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ConfituneError(f"{path} holds no state dict of tensors")
-    return state

@@ -29,11 +29,11 @@ class ContinualNet(nn.Module):
     """A shared backbone, and what each task owns of it.
 
     Args:
-        backbone: maps images to feature vectors [N, F]. A timm or torchvision classifier loses its last layer.
-        parts: what a task owns; a `Head` is one of them. They belong to this network from now on.
+        backbone: maps images to feature vectors [N, F]. The last layer of a timm or torchvision classifier is removed.
+        parts: what a task owns; one of them is a `Head`. A part belongs to one network.
         momentum: of all running statistics. The default is the paper's; timm's tf_ networks come with 0.01, which is
             too slow for tasks of a few hundred steps.
-        example_input: a batch of two inputs; needed only where the backbone's input shape cannot be guessed.
+        example_input: a batch of two inputs, needed only where the backbone's input shape cannot be guessed.
 
     >>> from confitune.nn import XconvNorms
     >>> backbone = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -50,7 +50,7 @@ class ContinualNet(nn.Module):
         self, backbone: nn.Module, parts: Sequence[Part], *, momentum: float = 0.1, example_input: Tensor | None = None
     ) -> None:
         super().__init__()
-        names, self.momentum = [part.name for part in parts], momentum
+        names = [part.name for part in parts]
         if names.count(Head.name) != 1 or len(set(names)) != len(names):
             raise ConfituneError(f"a network needs one Head and each part once, got {', '.join(names) or 'none'}")
         backbone = headless(backbone)
@@ -62,7 +62,9 @@ class ContinualNet(nn.Module):
             norm.momentum = momentum
         for part in parts:
             part.attach(backbone, flow)
-        self.backbone, self._parts = backbone, list(parts)
+        self.backbone = backbone
+        self.momentum = momentum
+        self._parts = list(parts)
         self.parts = nn.ModuleDict({part.name: part for part in parts})
         self.kinds = [part.kind for part in parts]  # with their options; a saved state must agree
         self.observer = Observer(backbone, [part for part in parts if part.input_means])
@@ -83,7 +85,7 @@ class ContinualNet(nn.Module):
 
     @property
     def numbers_per_task(self) -> int:
-        """What a finished task that owns all parts keeps, without its head."""
+        """How many numbers a finished task that owns all parts keeps, without its head."""
         return sum(tensor.numel() for part in self._beside_head() for tensor in part.live(True).values())
 
     @property
@@ -92,11 +94,11 @@ class ContinualNet(nn.Module):
         return self.part(Head)
 
     def part(self, kind: type[AnyPart]) -> AnyPart:
-        """Its part of this kind."""
+        """The part of this class."""
         return cast(AnyPart, self.parts[kind.name])
 
     def add_task(self, name: str, classes: int | Sequence[str], generator: torch.Generator | None = None) -> None:
-        """Add a task and make it current. Its parts start as they say; most from the last task's.
+        """Add a task and make it current. Most parts start from those of the last task; each part says so itself.
 
         Args:
             classes: names of the classes, or how many.
@@ -116,10 +118,9 @@ class ContinualNet(nn.Module):
         for part in self._parts:
             part.restore({})
             part.start(generator)
-        entry = TaskEntry(names, torch.empty(0))
-        self._bank.store(entry, finished=False)
-        self._bank.tasks[name] = entry
+        self._bank.tasks[name] = TaskEntry(names, torch.empty(0))
         self._current, self._prepared = name, None
+        self._store()
 
     def set_task(self, name: str) -> None:
         """Make a task live; an unfinished task that was live is stored first."""
@@ -135,10 +136,11 @@ class ContinualNet(nn.Module):
     def prepare(self, task: str | None = None) -> None:
         """Make `task` (default: the current one) ready for evaluation under today's weights.
 
-        Does nothing where that was done and no weight has moved since.
+        Does nothing if no weight has moved since the last time.
         """
         self.set_task(task if task is not None else self.current_task)
-        entry, version = self.tasks[self.current_task], sum(p._version for p in self.shared_parameters().values())
+        entry = self.tasks[self.current_task]
+        version = sum(parameter._version for parameter in self.shared_parameters().values())
         if entry.finished and self._prepared != version:
             for part in self._parts:
                 if part.name in entry.owns:
@@ -146,9 +148,10 @@ class ContinualNet(nn.Module):
             self._prepared = version
 
     def finish_task(self, owns: Sequence[str] | None = None) -> None:
-        """End the current task's training: store its state for good. The task is then ready for evaluation.
+        """End the training of the current task and store its state for good; it is then ready for evaluation.
 
-        Of parts that are not in `owns` (default: all are) it uses what pre-training left.
+        Args:
+            owns: the names of the parts that the task keeps (default: all); of others it uses the pre-trained state.
         """
         name = self.current_task
         if self.tasks[name].finished:
@@ -167,7 +170,8 @@ class ContinualNet(nn.Module):
         self.observer.image_size = None
         for part in self._parts:
             part.restore({})
-        self._bank.store(self.tasks[name], finished=False)
+        self.tasks[name].finished = False
+        self._store()
         self._prepared = None
 
     def drop_task(self, name: str) -> None:
@@ -179,7 +183,7 @@ class ContinualNet(nn.Module):
         self.head.keep_only(len(entry.classes) for entry in self.tasks.values())
 
     def storage(self) -> dict[str, TaskStorage]:
-        """What each task takes, measured from what is stored."""
+        """How many numbers each task keeps, counted from what is stored."""
         return {name: self._bank.storage(entry) for name, entry in self.tasks.items()}
 
     # ---- images ----------------------------------------------------------------------------------------------------
@@ -198,9 +202,10 @@ class ContinualNet(nn.Module):
         return cast(Tensor, self.head(self.features(x)))
 
     def features(self, x: Tensor, backbone: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """What the backbone, or compiled code in its place, makes of images of the current task, [N, F]."""
+        """Features [N, F] of images of the current task, from the backbone or from compiled code in its place."""
         name = self.current_task
-        entry, size = self.tasks[name], (x.shape[-2], x.shape[-1]) if x.dim() == 4 else None
+        entry = self.tasks[name]
+        size = (x.shape[-2], x.shape[-1]) if x.dim() == 4 else None
         if not entry.finished:
             self.observer.image_size = size
         elif self.training:
@@ -220,10 +225,12 @@ class ContinualNet(nn.Module):
             raise ConfituneError("a mixed batch is for evaluation: batch moments belong to one task; call eval() first")
         if index.shape != (len(x),) or index.is_floating_point():
             raise ConfituneError(f"a mixed batch needs one task index per image, got {tuple(index.shape)} for {len(x)}")
-        tasks, places = list(self.tasks), index.unique().tolist()
+        tasks = list(self.tasks)
+        places = index.unique().tolist()
         if not places or not 0 <= places[0] <= places[-1] < len(tasks):
             raise ConfituneError(f"task indices run from 0 to {len(tasks) - 1}, got {places}")
-        current, most = self._current, max(len(self.tasks[tasks[place]].classes) for place in places)
+        current = self._current
+        most = max(len(self.tasks[tasks[place]].classes) for place in places)
         mixed = x.new_full((len(x), most), float("-inf"))
         for place in places:
             mine = index == place
@@ -253,28 +260,28 @@ class ContinualNet(nn.Module):
         return {name: p for name, p in self.backbone.named_parameters() if id(p) not in own}
 
     def weights_moved(self) -> None:
-        """Say that weights changed where tensor versions do not show it, as in a replayed graph."""
+        """Tell the network that weights changed where tensor versions do not show it, as in a replayed graph."""
         self._prepared = None
 
     def measure(self, batches: Iterable[Tensor], forward: Callable[[Tensor], object] | None = None) -> Tensor:
-        """Take the current task's statistics in a pass over `batches` with the current weights: `Observer.average`.
+        """Measure the current task's statistics in a pass over `batches` with the current weights: `Observer.average`.
 
-        In training mode, because batch moments are part of what was trained. `forward` takes a batch, of whatever kind,
+        In training mode, because the task was trained with batch moments. `forward` passes a batch, of whatever kind,
         through this network; default: the network itself.
         """
-        with self.evaluating():  # which brings today's mode back
+        with self.evaluating():  # which restores the mode
             self.train()
             return self.observer.average(batches, forward or self)
 
     def start_pretrained(self, only: Sequence[str] | None = None) -> None:
-        """Bring the current, unfinished task's parts (or only some) to what pre-training left, where that is kept."""
+        """Set the parts of the current, unfinished task (or only some) to the pre-trained state, where that is kept."""
         for part in self._parts:
             if only is None or part.name in only:
                 part.start_pretrained()
 
     @contextmanager
     def as_pretrained(self, only: Sequence[str] | None = None) -> Iterator[None]:
-        """Within, in evaluation mode, the current, unfinished task's parts are those that pre-training left."""
+        """Within, the network is in evaluation mode, and parts of the current, unfinished task are pre-trained."""
         self._store()
         try:
             self.start_pretrained(only)
@@ -285,7 +292,7 @@ class ContinualNet(nn.Module):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within, in evaluation mode and without gradients."""
+        """Within, the network is in evaluation mode and computes no gradients."""
         before = self.training
         self.eval()
         try:
@@ -296,13 +303,13 @@ class ContinualNet(nn.Module):
 
     @contextmanager
     def at_batch_moments(self) -> Iterator[None]:
-        """Within, in evaluation mode, but batch norms use the moments of the batch at hand and keep nothing of them."""
+        """Within, the network is in evaluation mode, but batch norms use the moments of the batch, and keep none."""
         with self.evaluating(), self.observer.untracked():
             for norm in batch_norms(self.backbone):
                 norm.train()
             yield
 
-    # ---- in and out ------------------------------------------------------------------------------------------------
+    # ---- saving and loading ----------------------------------------------------------------------------------------
 
     def task_state_dict(self, name: str) -> dict[str, Tensor]:
         """Everything that is the task's own, by layer; the task's name is not part of the keys."""
@@ -323,8 +330,9 @@ class ContinualNet(nn.Module):
         """What all tasks share: the backbone without what tasks own, and what is kept of pre-training."""
         own = {key for part in self._beside_head() for key in part.live(False)}
         own |= {f"{key.rpartition('.')[0]}.num_batches_tracked" for key in own}
-        layers, kept = self.backbone.state_dict(), [part.pretrained() for part in self._beside_head()]
+        layers = self.backbone.state_dict()
         shared = {key: tensor for key, tensor in layers.items() if key not in own}
+        kept = [part.pretrained() for part in self._beside_head()]
         return shared | {key: tensor for of in kept for key, tensor in of.items() if key in layers}
 
     @torch.no_grad()
@@ -354,7 +362,8 @@ class ContinualNet(nn.Module):
         self._bank.tasks.clear()
         for name, values in state["tasks"].items():
             self._bank.tasks[name] = TaskEntry(**{**values, "row": values["row"].to(device, copy=True)})
-        self._current, self.observer.image_size, self._prepared = state["current"], state["image_size"], None
+        self._current, self._prepared = state["current"], None
+        self.observer.image_size = state["image_size"]
         self.head.keep_only(len(entry.classes) for entry in self.tasks.values())  # it may be from before a task
         if self._current is not None:
             self.head.select(len(self.tasks[self._current].classes))

@@ -51,7 +51,8 @@ class Observer:
     @contextmanager
     def untracked(self) -> Iterator[None]:
         """Within, training passes leave input means and running moments as they are."""
-        tracked, buffers = self._tracking, list(self._backbone.buffers())
+        tracked = self._tracking
+        buffers = list(self._backbone.buffers())
         before = [buffer.clone() for buffer in buffers]
         self.track(False)
         try:
@@ -119,8 +120,10 @@ class Observer:
         """
         norms = [norm for norm in batch_norms(self._backbone) if norm.training]  # others keep what they have
         moments = [m for norm in norms for m in (norm.running_mean, norm.running_var) if m is not None]
-        sums, count = [torch.zeros_like(moment) for moment in moments], 0
-        momenta, tracked = [norm.momentum for norm in norms], self._tracking
+        sums = [torch.zeros_like(moment) for moment in moments]
+        count = 0
+        momenta = [norm.momentum for norm in norms]
+        tracked = self._tracking
         try:
             for norm in norms:
                 norm.momentum = 1.0  # running moments become the batch's own, to be added up

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 from torchvision.transforms import functional
 
-from confitune.tasks.errors import DataError, UnreadableImageError
+from confitune.errors import DataError, UnreadableImageError
 
+Progress = Callable[[str, int, int], None]
+"""Called as progress(what, done, total), e.g. progress("decoding flowers102", 256, 8189)."""
 Box = tuple[int, int, int, int]
 RESIZE, CROP = 256, 224
 MOST_STRETCHED = 100  # long side to short side: the short side becomes 256 pixels, the long one in proportion
@@ -59,13 +61,9 @@ class Pipeline:
             left, top, right, bottom = box
             image = image.crop((max(left, 0), max(top, 0), min(right, image.width), min(bottom, image.height)))
         image = _resize_and_crop(image)
-        if self._table is not None:
-            image = _resize_and_crop(image.point(self._table))
+        if self.wrap is not None:
+            image = _resize_and_crop(image.point(byte_wrap_table(*self.wrap)))
         return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
-
-    @cached_property
-    def _table(self) -> list[int] | None:
-        return None if self.wrap is None else byte_wrap_table(*self.wrap)
 
     def describe(self) -> dict[str, Any]:
         """Everything that changes the bytes, for the store's key."""
@@ -85,7 +83,8 @@ def _require_broad(image: Image.Image) -> None:
         )
 
 
-def byte_wrap_table(mean: Sequence[float], std: Sequence[float]) -> list[int]:
+@cache
+def byte_wrap_table(mean: tuple[float, ...], std: tuple[float, ...]) -> list[int]:
     """What ToTensor, Normalize and ToPILImage together make of each byte: 256 entries for each channel in turn.
 
     A byte has 256 values, so one table per channel replaces the arithmetic on every pixel. The arithmetic is done in

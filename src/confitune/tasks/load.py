@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from confitune.errors import DataError, UnreadableImageError
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet
 from confitune.tasks.datasets.folder import in_two_classes, read_folder
-from confitune.tasks.decode import CROP, Pipeline
-from confitune.tasks.errors import DataError, Progress, UnreadableImageError
+from confitune.tasks.decode import CROP, Pipeline, Progress
 from confitune.tasks.names import DATASETS, READERS, Part, dataset_parts
 from confitune.tasks.sequence import TaskSequence
 from confitune.tasks.splits import class_order, cut_into_tasks
@@ -38,32 +37,33 @@ def load_tasks(
     download: bool = True,
     progress: Progress | None = None,
 ) -> TaskSequence:
-    """A dataset, or tasks of several, as a sequence of tasks, always split and ordered in the same way.
+    """Load a dataset, or tasks of several, as a sequence of tasks. The split and the order never change.
 
     Args:
-        name: one of `DATASETS` (cifar100, cub200, caltech101, flowers102, photos, digits), "folder:PATH", a function of
-            your own that makes a `TaskSequence` ("FILE.py:FUNCTION" or "package.module:FUNCTION", see `own_file.py`),
-            or parts of them joined by '+', each with the tasks to take of it, counted from 1:
-            "photos:1-2+digits:1+photos:3-5". A part without tasks is all of them. Tasks are then called "photos-task1",
-            "digits-task1", ...; each keeps its dataset's size of images. A path with a '+' can only stand alone.
-        mean: of the backbone's own preprocessing, per channel, for values in [0, 1]; std likewise.
+        name: one of `DATASETS` (cifar100, cub200, caltech101, flowers102, photos, digits), "folder:PATH", your own
+            function that returns a `TaskSequence` ("FILE.py:FUNCTION" or "package.module:FUNCTION", see `names.py`),
+            or several of these joined by '+', each with the tasks to use, counted from 1 (default: all):
+            "photos:1-2+digits:1+photos:3-5". Tasks are then called "photos-task1", "digits-task1", ..., and each keeps
+            the image size of its dataset. A path with a '+' can only stand alone.
+        mean: channel means that the backbone expects, for values in [0, 1].
+        std: channel standard deviations, likewise.
         data_dir: the folder that holds `flowers-102/` and the like (torchvision's `root`), or that folder itself;
             default `$CONFITUNE_DATA` or `~/.cache/confitune/data`.
         cache_dir: where decoded images are kept (1.2 GB for flowers102); default `$CONFITUNE_CACHE` or
             `~/.cache/confitune/store`.
-        pipeline: "clean", or "published" for the treatment behind the paper's numbers (see `decode.py`), which every
-            part must have.
-        order_seed: of the order of classes, and so of which classes make a task; the paper's is 0. The same in every
-            part. A function of your own orders its tasks itself.
-        tasks: only the first so many tasks, of all parts together. Parts after them are not read.
-        classes_per_task: in every part; default as in `DATASETS`. A folder beside others, without numbers of tasks,
-            is one task; else its tasks have a fifth of its classes each, or 2 if it has fewer than 10. Classes left
-            over when cutting are not used; `TaskSequence.unused_classes` names them.
-        download: fetch a dataset that is not there, where that is possible (all of the paper's but cub200).
+        pipeline: "clean", or "published" for the preprocessing behind the paper's numbers (see `decode.py`); every
+            dataset in `name` must have it.
+        order_seed: seed of the class order, which decides the classes of each task (paper: 0). Your own function
+            orders its tasks itself.
+        tasks: use only the first N tasks of all datasets together; datasets after them are not read.
+        classes_per_task: for every dataset; default as in `DATASETS`. A folder joined with others is one task, unless
+            tasks of it are chosen; a folder alone gives tasks of a fifth of its classes each, or of 2 if it has fewer
+            than 10. Leftover classes are not used; `TaskSequence.unused_classes` names them.
+        download: download a dataset that is missing, where that is possible (all of the paper's but cub200).
         progress: called as progress(what, done, total) while images are decoded.
 
     Raises:
-        DataError: whatever is wrong with the data or the arguments, with the file, folder or option to look at.
+        DataError: the data or the arguments cannot be used; the message names the file, folder or option.
     """
     parts = dataset_parts(name)
     normalise = Preprocess(tuple(map(float, mean)), tuple(map(float, std)))
@@ -73,8 +73,8 @@ def load_tasks(
     def read(part: Part) -> TaskSequence:
         if part.own:
             if order_seed or classes_per_task is not None:
-                raise DataError(f"{part.own} makes its tasks itself: leave order_seed and classes_per_task out")
-            return part.own.load(normalise.mean, normalise.std, data)
+                raise DataError(f"{part.dataset} makes its tasks itself: leave order_seed and classes_per_task out")
+            return part.call_own(normalise.mean, normalise.std, data)
         images = READERS[part.info](Path(part.folder or data), download)
         if pipelines[part.key].use_box and not all(file.box for file in images.files):
             raise DataError(
@@ -89,8 +89,9 @@ def load_tasks(
             groups, left = cut_into_tasks(class_order(number, order_seed), per_task)
         except DataError as error:
             raise DataError(f"{part.dataset}: {error}") from error
-        pixels = _pixels(_label(part), images, pipelines[part.key], cache_dir, progress)
-        ready, digits = replace(normalise, resize=images.resize, crop=images.crop), len(str(len(groups)))
+        pixels = _pixels(part.label, images, pipelines[part.key], cache_dir, progress)
+        ready = replace(normalise, resize=images.resize, crop=images.crop)
+        digits = len(str(len(groups)))
         made = [_task(f"task{i:0{digits}}", images, group, pixels, ready) for i, group in enumerate(groups, 1)]
         return TaskSequence(part.dataset, pipeline, tuple(made), tuple(images.classes[i] for i in left))
 
@@ -103,8 +104,8 @@ def load_tasks(
             break
         if part.key not in sources:
             source = read(part)
-            labels[_label(part)] += 1  # datasets of the same label are numbered
-            prefix = _label(part) + (f"-{labels[_label(part)]}" if labels[_label(part)] > 1 else "")
+            labels[part.label] += 1  # datasets of the same label are numbered
+            prefix = part.label + (f"-{labels[part.label]}" if labels[part.label] > 1 else "")
             named = (replace(task, name=f"{prefix}-{task.name}") for task in source)
             sources[part.key] = replace(source, tasks=tuple(named)) if joined else source
         source = sources[part.key]
@@ -131,17 +132,17 @@ def load_folder_task(
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Task:
-    """A folder of labelled images as one task, with all its classes in sorted order.
+    """Load a folder of labelled images as one task with all its classes, in sorted order.
+
+    `mean`, `std`, `cache_dir` and `progress` are those of `load_tasks`.
 
     Args:
-        folder: one folder of images for each class, or train/ and test/ with such folders; see `datasets/folder.py`.
-        mean: of the backbone's own preprocessing, as std.
-        size: of the network's input, in pixels; images are cut to 224 square ones first.
-        known: classes that the task has already; others of the folder come after them. One class is then enough, and
-            a folder of images alone is a class with the folder's name.
-        skip_broken: leave images out that cannot be read, instead of an error that lists them.
-        cache_dir: as in `load_tasks`, and so is progress.
-        note: is told what was left out, and what is in two classes.
+        folder: one folder of images per class, or train/ and test/ with such folders; see `datasets/folder.py`.
+        size: of the network's input, in pixels; images are first cropped to 224 x 224.
+        known: classes that the task already has; new ones come after them. One class is then enough, and a folder with
+            images but no class folders is a class with the folder's name.
+        skip_broken: leave out images that cannot be read, instead of raising an error that lists them.
+        note: called with what was left out, and with photos that are in two classes.
     """
     broken: frozenset[str] = frozenset()
     while True:
@@ -150,7 +151,7 @@ def load_folder_task(
         places = np.array([classes.index(name) for name in images.classes])
         images = replace(images, classes=classes, labels=places[images.labels])
         try:
-            pixels = _pixels(_folder_label(folder), images, Pipeline(), cache_dir, progress)
+            pixels = _pixels(Part(f"folder:{folder}").label, images, Pipeline(), cache_dir, progress)
             break
         except UnreadableImageError as error:
             if not (skip_broken and error.files):
@@ -200,22 +201,6 @@ def _pixels(
         return images.pixels
     cache = Path(cache_dir or _home("CACHE", "store")).expanduser()
     return open_store(label, images.folder, images.files, pipeline, cache, progress)
-
-
-def _label(part: Part) -> str:
-    """Short and readable: stands in names of tasks and files."""
-    if part.own:
-        return _plain(Path(part.own.module).name.removesuffix(".py"))
-    return _folder_label(part.folder) if part.folder else part.dataset
-
-
-def _folder_label(folder: str | Path) -> str:
-    """Readable in a listing; folders of the same name have the same one."""
-    return f"folder-{_plain(Path(folder).resolve().name)}"
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "_", text)[:40]
 
 
 def _home(variable: str, folder: str) -> Path:

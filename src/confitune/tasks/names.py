@@ -6,31 +6,46 @@
     tasks   = N | N-M                  counted from 1, both ends included; without them: all
 
 What follows the last ':' is tasks if it looks like N or N-M, otherwise a piece of a path. A path that has a '+' itself
-can only stand alone.
+can only stand alone. A function of the user's own is called with the mean and standard deviation of the network's
+input (three values each) and the data folder (a `Path`), and returns a `TaskSequence`:
+
+    BATCH_SIZE, EPOCHS = 16, 5  # defaults for training; may be left out
+
+    def load(mean, std, data_dir):
+        return TaskSequence.from_datasets([...], name="mine", mean=mean, std=std)
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
+from confitune.errors import ConfituneError, DataError, DataMissingError
+from confitune.files import run_file
 from confitune.tasks.datasets.bundled import DIGITS, PHOTOS, read_digits, read_photos
-from confitune.tasks.datasets.caltech101 import CALTECH101, read_caltech101
-from confitune.tasks.datasets.cifar100 import CIFAR100, read_cifar100
-from confitune.tasks.datasets.cub200 import CUB200, read_cub200
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet
-from confitune.tasks.datasets.flowers102 import FLOWERS102, read_flowers102
 from confitune.tasks.datasets.folder import FOLDER, read_folder
-from confitune.tasks.errors import DataError
-from confitune.tasks.own_file import OwnFile
+from confitune.tasks.datasets.paper_sets import (
+    CALTECH101,
+    CIFAR100,
+    CUB200,
+    FLOWERS102,
+    read_caltech101,
+    read_cifar100,
+    read_cub200,
+    read_flowers102,
+)
+from confitune.tasks.sequence import TaskSequence
 
 READERS: dict[DatasetInfo, Callable[[Path, bool], ImageSet]] = {  # called with the data folder, and whether to download
     CIFAR100: read_cifar100,
@@ -45,6 +60,8 @@ DATASETS: Mapping[str, DatasetInfo] = MappingProxyType({info.name: info for info
 FOLDER_PREFIX = "folder:"
 _ALL = (1, sys.maxsize)
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_NAME = r"[^\W\d]\w*"
+_OWN = re.compile(rf"(.+\.py|{_NAME}(?:\.{_NAME})*):{_NAME}", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -61,16 +78,23 @@ class Part:
         return None if path == self.dataset else os.path.expanduser(path)
 
     @property
-    def own(self) -> OwnFile | None:
-        """The user's function, where that makes the dataset."""
-        found = OwnFile.parse(self.dataset) if self.folder is None else None
-        return found if found and found.module not in DATASETS else None
+    def own(self) -> str | None:
+        """The file or module, where a function of the user's own makes the dataset."""
+        found = _OWN.fullmatch(self.dataset) if self.folder is None else None
+        return found[1] if found and found[1] not in DATASETS else None
+
+    @property
+    def own_file(self) -> str | None:
+        """The file of the user's own function, without links; None for a module."""
+        return os.path.realpath(os.path.expanduser(self.own)) if self.own and self.own.endswith(".py") else None
 
     @property
     def info(self) -> DatasetInfo:
         """What is known of the dataset; "folder:PATH" gives the entry "folder". An error if there is none."""
         if self.own:
-            return self.own.info()
+            module = self._own_module()  # the function is not called yet
+            batch_size, epochs = getattr(module, "BATCH_SIZE", 32), getattr(module, "EPOCHS", 10)
+            return DatasetInfo(self.dataset, None, None, batch_size, epochs)
         if self.dataset in ("folder", FOLDER_PREFIX):
             raise DataError("a folder set needs its path: write folder:PATH")
         if self.folder:
@@ -88,13 +112,46 @@ class Part:
         """The same for all names of one dataset: a path can be written in several ways."""
         if self.folder:
             return f"{FOLDER_PREFIX}{os.path.realpath(self.folder)}"
-        return f"{self.own.path}:{self.own.function}" if self.own and self.own.path else self.dataset
+        return f"{self.own_file}:{self.dataset.rpartition(':')[2]}" if self.own_file else self.dataset
+
+    @property
+    def label(self) -> str:
+        """Short and readable, for names of tasks and files."""
+        if self.folder:
+            return f"folder-{_plain(Path(self.folder).resolve().name)}"
+        return _plain(Path(self.own).name.removesuffix(".py")) if self.own else self.dataset
 
     def __str__(self) -> str:
         if self.tasks is None:
             return self.dataset
         first, last = self.tasks
         return f"{self.dataset}:{first}" + (f"-{last}" if last > first else "")
+
+    def call_own(self, mean: tuple[float, ...], std: tuple[float, ...], data_dir: Path) -> TaskSequence:
+        """What the user's own function returns."""
+        module, name = self._own_module(), self.dataset.rpartition(":")[2]
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise DataError(f"{self.own} has no function {name!r}")
+        try:
+            tasks = function(mean=mean, std=std, data_dir=data_dir)
+        except Exception as error:
+            raise _failed(f"{self.dataset}, called with mean, std and data_dir,", error, module.__file__) from error
+        if not isinstance(tasks, TaskSequence):
+            raise DataError(
+                f"{self.dataset} returned {type(tasks).__name__}, but must return a TaskSequence: "
+                "make one with TaskSequence.from_datasets"
+            )
+        return tasks
+
+    def _own_module(self) -> ModuleType:
+        assert self.own is not None
+        if self.own_file and not os.path.isfile(self.own_file):
+            raise DataMissingError(f"there is no file {self.own}; write FILE.py:FUNCTION with its path")
+        try:
+            return run_file(self.own_file) if self.own_file else importlib.import_module(self.own)
+        except Exception as error:
+            raise _failed(self.own, error, self.own_file) from error
 
 
 def dataset_parts(name: str) -> tuple[Part, ...]:
@@ -109,7 +166,7 @@ def dataset_parts(name: str) -> tuple[Part, ...]:
     except ValueError as error:  # a character that no name of a file has
         raise DataError(f"the dataset {name!r} cannot be looked for: {error}") from error
     alone = _part(name)
-    path = alone.folder or (alone.own and alone.own.path)
+    path = alone.folder or alone.own_file
     if path and os.path.exists(path):
         return (alone,)
     parts = tuple(_part(text) for text in name.split("+"))
@@ -133,7 +190,7 @@ def dataset_info(name: str) -> DatasetInfo:
     10
     >>> dataset_info("flower102")
     Traceback (most recent call last):
-    confitune.tasks.errors.DataError: there is no dataset 'flower102'; did you mean 'flowers102'?
+    confitune.errors.DataError: there is no dataset 'flower102'; did you mean 'flowers102'?
     >>> dataset_info("flowers102:1-5+photos").pipelines
     ('clean',)
     """
@@ -156,3 +213,15 @@ def _part(text: str) -> Part:
     if not 1 <= first <= last:
         raise DataError(f"{text!r}: tasks are counted from 1, the smaller number first, e.g. 2 or 1-3; got {tasks}")
     return Part(dataset, (first, last))
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "_", text)[:40]
+
+
+def _failed(what: str, error: Exception, path: str | None) -> DataError:
+    """What the user's code raised, and in which line of it: the command line shows no traceback."""
+    if isinstance(error, ConfituneError):
+        return DataError(f"{what} failed: {error}")
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return DataError(f"{what} raised {type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else ""))

@@ -1,7 +1,12 @@
-"""A sequence of tasks, in the order in which they are learned."""
+"""A sequence of tasks, in the order in which they are learned, and how a user's own PyTorch datasets become one.
+
+A user's datasets are read once into one tensor per task. That is fast for what fits into memory; larger data belongs
+into folders (`load_tasks("folder:PATH", ...)`), which are kept in a memory-mapped store.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,13 +14,16 @@ from itertools import accumulate, repeat
 from typing import Any, overload
 from zlib import crc32
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
+from torchvision.transforms.functional import pil_to_tensor
 
-from confitune.tasks.errors import DataError, Progress
-from confitune.tasks.own_datasets import task_from_dataset
-from confitune.tasks.splits import hold_out
+from confitune.errors import DataError
+from confitune.tasks.decode import Progress, to_rgb
+from confitune.tasks.splits import hold_out, stratified_split
 from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD, Images, Preprocess, Task
 
 
@@ -40,19 +48,16 @@ class TaskSequence(Sequence[Task]):
 
     @cached_property
     def checksum(self) -> int:
-        """Of all images and labels, wherever they lie: another one where a photo was replaced."""
+        """Of all images and labels: it changes when a photo is replaced."""
         found = 0
         for images in (images for task in self for images in (task.train, task.test)):
             for positions in torch.arange(len(images)).split(256):
                 for values in images.batch(positions):
-                    found = crc32(values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), found)
+                    found = crc32(values.cpu().contiguous().view(torch.uint8).numpy().tobytes(), found)
         return found
 
     def __len__(self) -> int:
         return len(self.tasks)
-
-    def __iter__(self) -> Iterator[Task]:
-        return iter(self.tasks)
 
     @overload
     def __getitem__(self, index: int) -> Task: ...
@@ -65,26 +70,21 @@ class TaskSequence(Sequence[Task]):
 
     def require_joinable(self) -> None:
         """Refuse tasks that `joined` cannot make one of: one task has one size of stored images, and one preprocess."""
-        kinds = {
-            (task.preprocess, images.pixels.dtype, tuple(images.pixels.shape[1:]))
-            for task in self
-            for images in (task.train, task.test)
-        }
-        if len(kinds) > 1:
+        splits = [(task.preprocess, images.pixels) for task in self for images in (task.train, task.test)]
+        if len({(preprocess, pixels.dtype, pixels.shape[1:]) for preprocess, pixels in splits}) > 1:
             raise DataError(
-                f"the tasks of {self.name!r} are stored or preprocessed differently and cannot be joined: leave the "
-                "method joint out, or take tasks of datasets whose images are alike"
+                f"the tasks of {self.name!r} cannot be joined, as the method joint does: their images differ in size, "
+                "type or preprocessing. Give all tasks images of one kind, or leave joint out"
             )
 
     def joined(self, by_name: bool = False) -> TaskSequence:
         """All tasks as one, with all classes and all data (joint training).
 
-        `groups` of the one task says which classes came from which task, so that each competes with those of its own
-        task only. Where two tasks have a class of the same name, every class is named "task:class". See
-        `require_joinable` for what cannot be joined.
+        `groups` of the joint task tells which classes came from which task, so that a class competes only with those
+        of its own task. If two tasks have a class of the same name, all classes are named "task:class".
 
         Args:
-            by_name: classes of the same name are one, and all compete: there are no groups.
+            by_name: merge classes of the same name, and let all classes compete: there are no groups.
         """
         if len(self) == 1 and self[0].groups:
             return self
@@ -106,10 +106,9 @@ class TaskSequence(Sequence[Task]):
         return replace(self, tasks=(whole,))
 
     def validating(self, share: float, seed: int = 0) -> TaskSequence:
-        """The same tasks, tested on a share of their training images, which are then not trained on.
+        """The same tasks, tested on held-out training images, so that hyperparameters can be tuned.
 
-        To choose hyperparameters by: the test images are not among them. The share is the same in every class (see
-        `hold_out`), and the split depends on nothing but the seed.
+        The share is the same in every class (see `hold_out`), and the split depends on nothing but the seed.
         """
         generator = torch.Generator().manual_seed(seed)
         tasks = []
@@ -117,8 +116,8 @@ class TaskSequence(Sequence[Task]):
             stay, held = hold_out(task.train.labels.cpu(), share, generator)
             if not len(held):
                 raise DataError(
-                    f"task {task.name!r} has one training image a class, so none can be held out to choose by; "
-                    "give it classes of two or more"
+                    f"task {task.name!r} has one training image per class, so none can be held out; give every class "
+                    "two or more"
                 )
             tasks.append(replace(task, train=task.train.only(stay), test=task.train.only(held)))
         return replace(self, tasks=tuple(tasks))
@@ -163,7 +162,7 @@ class TaskSequence(Sequence[Task]):
                 raise DataError(f"{option} has {len(given)} entries for {len(datasets)} tasks; give one for each task")
         names = task_names or [f"task{index + 1}" for index in range(len(datasets))]
         tasks = [
-            task_from_dataset(data, task, preprocess, test_share, seed, classes, progress)
+            _task_from_dataset(data, task, preprocess, test_share, seed, classes, progress)
             for data, task, classes in zip(datasets, names, class_names or repeat(None), strict=False)
         ]
         return cls(name=name, pipeline="own", tasks=tuple(tasks))
@@ -179,3 +178,103 @@ def _joined_images(parts: Sequence[Images], places: Sequence[Tensor]) -> Images:
         rows=torch.cat([part.rows + first_rows[id(part.pixels)] for part in parts]),
         labels=torch.cat([mine.to(part.labels)[part.labels] for part, mine in zip(parts, places, strict=True)]),
     )
+
+
+def _task_from_dataset(
+    data: Dataset[Any] | tuple[Dataset[Any], Dataset[Any]],
+    name: str,
+    preprocess: Preprocess,
+    test_share: float,
+    seed: int,
+    class_names: Sequence[str] | None,
+    progress: Progress | None,
+) -> Task:
+    """A task of one dataset, which is split, or of a pair (train, test)."""
+    parts = data if isinstance(data, tuple) else (data,)  # only a tuple is a pair: a list may well be a dataset itself
+    if len(parts) not in (1, 2):
+        raise DataError(f"task {name!r}: expected a dataset or a tuple (train, test), got {len(parts)} datasets")
+    read = [list(_items(part, name, progress)) for part in parts]
+    pixels = _stacked([image for items in read for image, _ in items], name)
+    labels = np.array([label for items in read for _, label in items], dtype=np.int64)
+    train_labels, test_labels = np.split(labels, [len(read[0])])
+    values = np.unique(train_labels)
+    if strangers := sorted(set(test_labels.tolist()) - set(values.tolist())):
+        raise DataError(f"task {name!r}: the test set has labels that the training set lacks: {strangers}")
+    classes = tuple(class_names) if class_names is not None else _class_names(parts[0], values)
+    if len(classes) != len(values):
+        raise DataError(f"task {name!r} has {len(values)} labels {values.tolist()} but {len(classes)} class names")
+    found = np.searchsorted(values, labels)
+    if len(parts) == 1:
+        splits = stratified_split(found, classes, test_share=test_share, seed=seed)
+    else:
+        rows = np.arange(len(found), dtype=np.int64)
+        splits = rows[: len(train_labels)], rows[len(train_labels) :]
+    train, test = (Images(pixels, torch.from_numpy(rows), torch.from_numpy(found[rows])) for rows in splits)
+    return Task(name, classes, train, test, preprocess)
+
+
+def _items(dataset: Any, task: str, progress: Progress | None) -> Iterator[tuple[Tensor, int]]:
+    """The images of a dataset as tensors, and their labels."""
+    try:
+        count = len(dataset)
+    except TypeError as error:
+        raise DataError(f"task {task!r}: {type(dataset).__name__} has no length; give a map-style dataset") from error
+    if count == 0:
+        raise DataError(f"task {task!r}: the dataset is empty")
+    for index in range(count):
+        item = dataset[index]
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise DataError(
+                f"task {task!r}: item {index} is {type(item).__name__}, not (image, label); "
+                "a training and a test set go together as a tuple (train, test)"
+            )
+        try:
+            label = operator.index(item[1])
+        except TypeError:
+            raise DataError(f"task {task!r}: label {index} is {item[1]!r}; expected an integer") from None
+        yield _as_tensor(item[0], task, index), label
+        if progress is not None and ((index + 1) % 256 == 0 or index + 1 == count):
+            progress(f"reading {task}", index + 1, count)
+
+
+def _as_tensor(image: Any, task: str, index: int) -> Tensor:
+    got = type(image).__name__
+    if isinstance(image, Image.Image):
+        image = pil_to_tensor(to_rgb(image))
+    if isinstance(image, Tensor):
+        got = f"a {image.dtype} tensor of shape {list(image.shape)}"
+        if image.is_floating_point():
+            image = image.float()  # what networks compute in
+        if image.dtype in (torch.uint8, torch.float32) and image.ndim == 3 and image.shape[0] in (1, 3):
+            colour: Tensor = image.detach().cpu().expand(3, -1, -1)
+            return colour
+    raise DataError(
+        f"task {task!r}: image {index} is {got}; expected a PIL image, a uint8 tensor [C,H,W] with one or three "
+        "channels (torchvision.transforms.PILToTensor makes one), or a float tensor [C,H,W] that is already normalised"
+    )
+
+
+def _stacked(images: list[Tensor], task: str) -> Tensor:
+    if len({image.dtype for image in images}) > 1:
+        raise DataError(
+            f"task {task!r}: some images are bytes (PIL or uint8) and some are floats; give all datasets of a task the "
+            "same transform"
+        )
+    sizes = sorted({tuple(image.shape[1:]) for image in images})
+    if len(sizes) > 1:
+        some = " and ".join(f"{height} x {width}" for height, width in sizes[:2])
+        raise DataError(
+            f"task {task!r}: its images have {len(sizes)} sizes, such as {some} pixels; make them one size with a "
+            "transform, e.g. Compose([Resize(256), CenterCrop(224)])"
+        )
+    return torch.stack(images)
+
+
+def _class_names(dataset: Any, labels: np.ndarray) -> tuple[str, ...]:
+    """Of a dataset's labels: as the dataset calls them where it does."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    known = getattr(dataset, "classes", None)
+    if isinstance(known, Sequence) and labels.min() >= 0 and labels.max() < len(known):
+        return tuple(str(known[label]) for label in labels)
+    return tuple(str(label) for label in labels)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from confitune.tasks.errors import DataError
+from confitune.errors import DataError
 
 Ints = NDArray[np.int64]
 
@@ -62,24 +62,20 @@ def stratified_split(
     if not 0 < test_share < 1:
         raise DataError(f"test_share is {test_share}; it must lie between 0 and 1")
     labels = np.asarray(labels, dtype=np.int64)
-    counts = np.bincount(labels, minlength=len(classes))
-    # n * test_share of a class's n images are rounded down at worst, so this many are always enough.
-    enough = max(math.ceil(1 / test_share), math.ceil(1 / (1 - test_share)))
-    remedy = f"give every class {enough} images or more, or make your own training and test sets"
-    if counts.min() < 2:
-        small = [f"{classes[i]!r} ({counts[i]})" for i in np.flatnonzero(counts < 2).tolist()]
-        raise DataError(f"cannot split classes with fewer than two images: {', '.join(small)}; {remedy}")
     try:
         train, test = train_test_split(np.arange(len(labels)), stratify=labels, test_size=test_share, random_state=seed)
-    except ValueError as error:  # fewer test images than classes
+        complete = all(len(np.unique(labels[rows])) == len(classes) for rows in (train, test))
+    except ValueError:  # a class of one image, or fewer test images than classes
+        complete = False
+    if not complete:
+        # n * test_share of a class's n images are rounded down at worst, so this many are always enough.
+        enough = max(math.ceil(1 / test_share), math.ceil(1 / (1 - test_share)))
+        counts = np.bincount(labels, minlength=len(classes))
+        small = [f"{classes[i]!r} ({counts[i]})" for i in np.flatnonzero(counts < enough).tolist()]
         raise DataError(
-            f"cannot split {len(labels)} images of {len(classes)} classes: too few to test every class; {remedy}"
-        ) from error
-    for part, rows in (("training", train), ("test", test)):
-        absent = np.flatnonzero(np.bincount(labels[rows], minlength=len(classes)) == 0).tolist()
-        if absent:
-            small = [f"{classes[i]!r} ({counts[i]} images)" for i in absent]
-            raise DataError(f"the {part} part of the split has no image of {', '.join(small)}; {remedy}")
+            f"too few images to train and to test on: {', '.join(small)}; give every class {enough} images or more, or "
+            "make your own training and test sets"
+        )
     return np.sort(train).astype(np.int64), np.sort(test).astype(np.int64)
 
 

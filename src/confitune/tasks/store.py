@@ -23,9 +23,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from confitune.errors import DataError, UnreadableImageError
 from confitune.files import exclusive, remove_partial, write_whole
-from confitune.tasks.decode import CROP, Box, Pipeline, open_rgb
-from confitune.tasks.errors import Progress, StoreError, UnreadableImageError
+from confitune.tasks.decode import CROP, Box, Pipeline, Progress, open_rgb
 
 FORMAT = 2  # raise when the file's layout or the decoding changes, so that older stores are not read
 CHUNK = 128  # images decoded between two writes: enough to keep all cores busy, little memory
@@ -67,7 +67,7 @@ def open_store(
     if stored is not None:
         return stored
     try:
-        with exclusive(_beside(place, ".lock"), lambda: say("waiting for another process to decode", 0)) as held:
+        with exclusive(Path(f"{place}.lock"), lambda: say("waiting for another process to decode", 0)) as held:
             stored = _read(place, shape)  # another process may have built it meanwhile
             if stored is None:
                 if held:  # nobody else is writing: what lies here was left by a process that was killed
@@ -75,12 +75,12 @@ def open_store(
                 _build(place, folder, files, pipeline, shape, lambda done: say("decoding", done))
                 stored = _read(place, shape)
     except OSError as error:
-        raise StoreError(
+        raise DataError(
             f"cannot write the image store {place}.u8 ({math.prod(shape) / 2**20:.0f} MB): {error}; "
             "free some space or set cache_dir (or CONFITUNE_CACHE) to another folder"
         ) from error
     if stored is None:
-        raise StoreError(f"the image store {place}.u8 was written but reads back differently; check the disk")
+        raise DataError(f"the image store {place}.u8 was written but reads back differently; check the disk")
     return stored
 
 
@@ -106,9 +106,10 @@ def _key(folder: Path, files: Sequence[ImageFile], pipeline: Pipeline) -> str:
 
 def _read(place: Path, shape: tuple[int, ...]) -> Tensor | None:
     """The store's images, or None where there is no complete and undamaged store."""
-    pixels, size = _beside(place, ".u8"), math.prod(shape)
+    pixels = Path(f"{place}.u8")
+    size = math.prod(shape)
     try:
-        header = json.loads(_beside(place, ".json").read_text())
+        header = json.loads(Path(f"{place}.json").read_text())
         if header["shape"] != list(shape) or pixels.stat().st_size != size:
             return None
         images = torch.from_file(str(pixels), shared=False, size=size, dtype=torch.uint8).view(shape)
@@ -137,36 +138,33 @@ def _build(
     decoded: Callable[[int], None],
 ) -> None:
     checksums: list[int] = []
+    broken: dict[str, str] = {}  # files that cannot be read, and why
 
-    def decode(file: ImageFile) -> bytes | UnreadableImageError:
-        path = folder / file.name
+    def decode(file: ImageFile) -> bytes:
         try:
-            return pipeline(open_rgb(path), file.box).tobytes()
+            return pipeline(open_rgb(folder / file.name), file.box).tobytes()
         except UnreadableImageError as error:
-            return UnreadableImageError(str(error), [file.name])
+            broken[file.name] = str(error)
         except Exception as error:  # e.g. an empty bounding box
-            return UnreadableImageError(f"cannot resize and crop the image {path}: {error}", [file.name])
+            broken[file.name] = f"cannot resize and crop the image {folder / file.name}: {error}"
+        return b""
 
     def write_pixels(out: IO[bytes]) -> None:
-        broken: list[UnreadableImageError] = []
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes and resizes outside Python's lock
             for first in range(0, len(files), CHUNK):
                 chunk = files[first : first + CHUNK]
                 for image in pool.map(decode, chunk):
-                    if isinstance(image, UnreadableImageError):
-                        broken.append(image)
-                        continue
                     out.write(image)
                     checksums.append(crc32(image))
                 decoded(first + len(chunk))
         if broken:  # all of them at once: one run for each broken file would be tedious
-            listed = "\n".join(map(str, broken[:20]))
+            listed = "\n".join(broken[name] for name in sorted(broken)[:20])
             message = f"{listed}\n{len(broken)} of {len(files)} images; replace or remove them"
-            raise UnreadableImageError(message, [name for error in broken for name in error.files])
+            raise UnreadableImageError(message, broken)
 
     # The header is written last: it says that the pixels beside it are complete.
-    _beside(place, ".json").unlink(missing_ok=True)
-    write_whole(_beside(place, ".u8"), write_pixels)
+    Path(f"{place}.json").unlink(missing_ok=True)
+    write_whole(Path(f"{place}.u8"), write_pixels)
     header = {
         "format": FORMAT,
         "shape": list(shape),
@@ -174,8 +172,4 @@ def _build(
         "folder": str(folder.resolve()),
         "pipeline": {"name": pipeline.name, **pipeline.describe()},
     }
-    write_whole(_beside(place, ".json"), lambda out: out.write(json.dumps(header, indent=1).encode()))
-
-
-def _beside(place: Path, ending: str) -> Path:
-    return place.with_name(place.name + ending)
+    write_whole(Path(f"{place}.json"), lambda out: out.write(json.dumps(header, indent=1).encode()))

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.functional import center_crop
 
+from confitune.errors import DataError
 from confitune.tasks.decode import CROP
-from confitune.tasks.errors import DataError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -51,11 +51,6 @@ class Preprocess:
         """
         if pixels.is_floating_point():
             return pixels
-        if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] != 3:
-            raise DataError(
-                f"expected uint8 pixels of shape [N, 3, H, W], got {pixels.dtype} {list(pixels.shape)}; "
-                "convert the images or normalise them to float yourself"
-            )
         values = pixels.to(torch.float32, memory_format=torch.channels_last)
         if self.resize is not None:
             values = _resize_short_side(values, self.resize)

@@ -24,7 +24,7 @@ from confitune.experiments.paper.plan import Scope
 from confitune.experiments.paper.reproduce import reproduce
 from confitune.experiments.runs.identity import filled
 from confitune.tasks import dataset_info, decode, store
-from confitune.tasks.datasets import cifar100
+from confitune.tasks.datasets import paper_sets
 
 RECIPES = Path(__file__).parents[3] / "src/confitune/recipes"
 SETS = ("cifar100", "cub200", "caltech101", "flowers102")
@@ -100,9 +100,9 @@ def write_flowers(data_dir):
 @pytest.fixture(autouse=True, scope="module")
 def _small_images():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (decode, store, cifar100):
+        for module in (decode, store, paper_sets):
             patch.setattr(module, "CROP", 32)
-        for module in (decode, cifar100):
+        for module in (decode, paper_sets):
             patch.setattr(module, "RESIZE", 36)
         yield
 

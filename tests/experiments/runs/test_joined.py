@@ -87,7 +87,7 @@ def test_a_search_on_two_sources(mixed, tmp_path):
 def test_joint_is_refused_before_anything_is_trained(mixed, tmp_path, monkeypatch):
     monkeypatch.setattr(SequenceRun, "run", lambda self: pytest.fail("something is trained"))
     recipe = make_recipe({**mixed, "methods": ["finetune", "joint"]})
-    with pytest.raises(ConfituneError, match="preprocessed differently and cannot be joined"):
+    with pytest.raises(ConfituneError, match="cannot be joined, as the method joint does"):
         run_recipe(recipe, tmp_path / "out")
 
 

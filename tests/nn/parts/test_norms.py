@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
-from confitune.nn import ContinualNet, Head, Norms
+from confitune.nn import ContinualNet, Head, Moments, Norms
 
 
 def aged(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -339,3 +339,61 @@ def test_batch_moments_are_used_and_not_kept(backbone, learn):
         assert torch.equal(found, stock(X))
     assert same(net.backbone.state_dict(), before)
     assert all(m.training and m.track_running_stats for m in net.backbone.modules() if isinstance(m, nn.BatchNorm2d))
+
+
+# ---- moments of a task's own, and tasks that do without --------------------------------------------------------------
+
+
+@pytest.fixture
+def with_moments():
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    backbone[1].running_mean.normal_()
+    return ContinualNet(backbone, [Norms(moments="pretrained", keep_pretrained=True), Moments(), Head()])
+
+
+def train_task(net, name, own):
+    net.add_task(name, 2)
+    net.parts["moments"].own = own
+    with torch.no_grad():
+        net.train()(torch.randn(16, 3, 8, 8) + 3)
+        net.backbone[1].weight.add_(0.5)
+    net.finish_task(None if own else ["norms", "head"])
+
+
+def test_only_a_task_with_own_moments_is_trained_with_those_of_batches_and_stores_them(with_moments):
+    pretrained = with_moments.backbone[1].running_mean.clone()
+    train_task(with_moments, "near", own=False)
+    assert torch.equal(with_moments.backbone[1].running_mean, pretrained)
+    train_task(with_moments, "far", own=True)
+    assert not torch.equal(with_moments.backbone[1].running_mean, pretrained)
+    storage = with_moments.storage()
+    assert dict(storage["near"].parts) == {"norms": 8, "head": 10}
+    assert dict(storage["far"].parts) == {"norms": 8, "moments": 8, "head": 10}
+    with_moments.prepare("near")
+    assert torch.equal(with_moments.backbone[1].running_mean, pretrained)
+
+
+def test_mixed_batches_treat_each_image_with_its_tasks_moments(with_moments):
+    train_task(with_moments, "near", own=False)
+    train_task(with_moments, "far", own=True)
+    x = torch.randn(6, 3, 8, 8) + 3
+    index = torch.tensor([0, 1, 1, 0, 1, 0])
+    with torch.no_grad():
+        mixed = with_moments.eval()(x, index)
+        for place, name in enumerate(("near", "far")):
+            torch.testing.assert_close(
+                mixed[index == place], with_moments(x, name)[index == place], rtol=1e-4, atol=1e-5
+            )
+
+
+def test_a_task_without_own_moments_comes_back_from_its_state(with_moments):
+    train_task(with_moments, "near", own=False)
+    state, x = with_moments.task_state_dict("near"), torch.randn(4, 3, 8, 8)
+    with torch.no_grad():
+        expected = with_moments.eval()(x, "near").clone()
+        with_moments.drop_task("near")
+        train_task(with_moments, "far", own=True)
+        with_moments.load_task_state_dict("near", state)
+        assert with_moments.tasks["near"].owns == ("norms", "head")
+        assert torch.equal(with_moments.eval()(x, "near"), expected)

@@ -22,7 +22,8 @@ from confitune.nn.parts.part import Part
 
 Start = Literal["previous", "pretrained", "random"]
 
-_NUMBERS, _MOST = 36_000, 4  # of a task's changes, unless a rank is asked for: more gained nothing
+_MOST_NUMBERS = 36_000  # of a task's changes, unless a rank is asked for: more gained nothing
+_MOST_RANK = 4
 
 
 class Deltas(Part):
@@ -41,10 +42,14 @@ class Deltas(Part):
         super().__init__()
         if rank is not None and rank < 1:
             raise ConfituneError(f"a change of rank {rank} changes nothing: give 1 or more")
-        self.asked_rank, self.start_from, self.products = rank, start, products
+        self.asked_rank = rank
+        self.start_from = start
+        self.products = products
         self.rank = 0  # until attached
         self.layers: dict[str, nn.Module] = {}  # not registered: they are the backbone's
-        self.a, self.windows, self.b = nn.ParameterList(), nn.ParameterList(), nn.ParameterList()
+        self.a = nn.ParameterList()
+        self.windows = nn.ParameterList()
+        self.b = nn.ParameterList()
         self._merged: list[Tensor] = []  # changed weights of the task that is prepared
 
     @property
@@ -55,8 +60,8 @@ class Deltas(Part):
         called = {call.module for call in flow.convs if call.direct_weight}
         layers = {name: layer for name, layer in backbone.named_modules() if name in called}
         sizes = {name: self._sizes(layer) for name, layer in layers.items()}
-        allowed = _NUMBERS // max(sum(map(sum, sizes.values())), 1)
-        self.rank = self.asked_rank or min(max(allowed, 1), _MOST)
+        allowed = _MOST_NUMBERS // max(sum(map(sum, sizes.values())), 1)
+        self.rank = self.asked_rank or min(max(allowed, 1), _MOST_RANK)
         for name, (outputs, *ours) in sizes.items():
             layer = layers[name]
             weight = layer.get_parameter("weight")

@@ -34,7 +34,7 @@ class Head(Part):
         return cast(nn.Linear, self.linears[str(self._classes)])
 
     def select(self, classes: int) -> None:
-        """The task that comes to live has so many classes."""
+        """Make the layer for this number of classes the live one."""
         self._classes = classes
         if str(classes) not in self.linears:
             like = next(self._backbone[0].parameters())
@@ -42,8 +42,9 @@ class Head(Part):
             self.linears[str(classes)] = layer.train(self.training)
 
     def keep_only(self, counts: Iterable[int]) -> None:
-        """Have live layers for tasks with so many classes, and no others."""
-        current, needed = self._classes, set(counts)
+        """Keep layers for these numbers of classes, and no others."""
+        current = self._classes
+        needed = set(counts)
         for classes in needed:
             self.select(classes)
         for unused in set(self.linears) - set(map(str, needed)):
@@ -65,7 +66,7 @@ class Head(Part):
 
     @torch.no_grad()
     def put(self, weight: Tensor, bias: Tensor) -> None:
-        """Make the current task's classifier this one."""
+        """Replace the current task's classifier."""
         self.linear.weight.copy_(weight)
         self.linear.bias.copy_(bias)
 

@@ -31,7 +31,9 @@ class InputMeans(nn.Module):
 
     def __init__(self, channels: int, means: Means, momentum: float) -> None:
         super().__init__()
-        self.channels, self.means, self.momentum = channels, means, momentum
+        self.channels = channels
+        self.means = means
+        self.momentum = momentum
         self.tracking = True  # whether training batches are taken in
         self.cumulative = False  # whether their average is a plain one, not an exponential one with `momentum`
         self.size: Size | None = None  # of the tensor's planes in this task
@@ -42,7 +44,8 @@ class InputMeans(nn.Module):
 
     def add_reader(self, geometry: ConvGeometry) -> None:
         """Keep what a convolution with this geometry needs; the same geometry (or stride, for phases) needs no more."""
-        kept, shape = self._kept(geometry), geometry.kernel if self.means == "window" else geometry.stride
+        kept = self._kept(geometry)
+        shape = geometry.kernel if self.means == "window" else geometry.stride
         if kept not in self._geometries:
             table = self.share.new_zeros(self.channels, *shape)
             self.register_buffer(f"table{len(self._geometries)}", table, persistent=False)
@@ -68,9 +71,13 @@ class InputMeans(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Everything, exactly as it is: going on from it gives the same bits."""
-        tables, plane = [table.clone() for table in self.tables], self._plane.clone() if self._pending else None
-        counts = {"batches": self.batches, "pending": self._pending}
-        return {"tables": tables, "size": self.size, **counts, "plane": plane}
+        return {
+            "tables": [table.clone() for table in self.tables],
+            "size": self.size,
+            "batches": self.batches,
+            "pending": self._pending,
+            "plane": self._plane.clone() if self._pending else None,
+        }
 
     @torch.no_grad()
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -89,7 +96,8 @@ class InputMeans(nn.Module):
         if not batches:
             for table in self.tables:
                 table.zero_()
-        self.size, self.counts = size, (batches, 0)
+        self.size = size
+        self.counts = (batches, 0)
 
     @torch.no_grad()
     def observe(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -130,11 +138,12 @@ class InputMeans(nn.Module):
         """Bring the pending batches into the tables."""
         if not self._pending:
             return
-        earlier, plane = self.batches - self._pending, self._plane
+        plane = self._plane
+        earlier = self.batches - self._pending
         if self.cumulative:
             keep, add = earlier / self.batches, 1 / self.batches
         else:
-            keep, add = (1 - self.momentum) ** self._pending if earlier else 0.0, 1.0
+            keep, add = ((1 - self.momentum) ** self._pending if earlier else 0.0), 1.0
         for table, geometry in zip(self.tables, self._geometries, strict=True):
             of = geometry.taps if self.means == "window" else geometry.phases
             rows, columns = both_axes(of, (plane.shape[0], plane.shape[1]), plane.device, plane.dtype)

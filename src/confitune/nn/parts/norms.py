@@ -1,7 +1,7 @@
-"""Normalisation layers of a task's own: affine parameters, and of batch norm the moments.
+"""Task-specific normalisation layers: affine parameters and, for batch norm, running moments.
 
-Plain task-specific normalisation, without any recovery: what ConFiT's `XconvNorms` is built on, and what methods use
-that never move a convolution. The layers stay the stock ones.
+Nothing is recovered here: `XconvNorms` (ConFiT) builds on it, and methods that never move a convolution use it as it
+is. The layers stay the stock ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from confitune.nn.pairing import Flow
 from confitune.nn.parts.part import Part
 
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-AFFINE, MOMENTS = ("weight", "bias"), ("running_var", "running_mean")
+AFFINE = ("weight", "bias")
+MOMENTS = ("running_var", "running_mean")
 
 
 def norm_layers(backbone: nn.Module) -> dict[str, nn.Module]:
@@ -33,14 +34,14 @@ def batch_norms(backbone: nn.Module) -> list[_BatchNorm]:
 
 
 class Norms(Part):
-    """Normalisation layers of a task's own.
+    """Task-specific normalisation layers.
 
     Args:
         affine: each task has its own scales and shifts.
-        moments: of batch norm: 'own' (each task's, from its training batches) or 'pretrained' (those of pre-training
-            for all tasks: batch norm is in evaluation mode throughout).
+        moments: of batch norm: 'own' (each task's, from its training batches) or 'pretrained' (the same for all tasks:
+            batch norm stays in evaluation mode).
         start: a new task starts from the 'previous' task's layers, or from the 'pretrained' ones.
-        keep_pretrained: keep the pre-trained layers, once for the network, for tasks that own no norms.
+        keep_pretrained: keep the pre-trained layers, once per network, for tasks that own no norms.
     """
 
     name = "norms"
@@ -54,7 +55,9 @@ class Norms(Part):
         keep_pretrained: bool = False,
     ) -> None:
         super().__init__()
-        self.affine, self.moments, self.start_from = affine, moments, start
+        self.affine = affine
+        self.moments = moments
+        self.start_from = start
         self.keep_pretrained = keep_pretrained or start == "pretrained"
         self.layers: dict[str, nn.Module] = {}  # not registered: they are the backbone's
 
@@ -91,11 +94,11 @@ class Norms(Part):
 
 
 class Moments(Part):
-    """Means and variances of all batch norms, apart from the norms' scales and shifts.
+    """Means and variances of all batch norms, as a part apart from their scales and shifts.
 
-    It stands after `Norms(moments="pretrained")` in a network's parts. A task may do without it: it then uses the
-    moments of pre-training, and is trained with them, batch norm in evaluation mode. With few images, or ones that look
-    alike, that is the better choice; own moments are where images are far from those of pre-training.
+    Use it after `Norms(moments="pretrained")`. A task may go without it: it is then trained and used with the
+    pre-trained moments, batch norm in evaluation mode. That is better with few images, or with images that look alike;
+    own moments are better for images unlike those of pre-training.
 
     Attributes:
         own: whether the current task is trained with the moments of its batches.
@@ -124,8 +127,8 @@ class Moments(Part):
 
     @contextmanager
     def shifts(self) -> Iterator[list[Tensor]]:
-        """Within, each pass through a batch norm adds how far its input is from the running moments: the divergence
-        (Kullback-Leibler) of the normal distributions with these moments, on average over channels."""
+        """Within, each pass through a batch norm appends how far its input is from the running moments: the
+        Kullback-Leibler divergence of the normal distributions with these moments, averaged over channels."""
         found: list[Tensor] = []
 
         def measure(norm: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -65,7 +65,7 @@ class XconvLayer:
 class XconvNorms(Part):
     """Task-specific batch norms that recover their means.
 
-    A batch norm that no plain convolution directly precedes keeps all its moments; `fallbacks` says which and why.
+    A batch norm that does not directly follow a plain convolution keeps all its moments; `fallbacks` says why.
 
     Args:
         means: of the input: 'window' (exact for any convolution) or 'phase' (the paper's, fewer numbers).
@@ -80,7 +80,8 @@ class XconvNorms(Part):
             raise ConfituneError(f"means={means!r} is not known; choose 'window' or 'phase'")
         if statistics not in ("running", "pass"):
             raise ConfituneError(f"statistics={statistics!r} is not known; choose 'running' or 'pass'")
-        self.means, self.statistics = means, statistics
+        self.means = means
+        self.statistics = statistics
         self.norms = Norms()
         self.inputs: dict[str, InputMeans] = {}  # by the first convolution that reads the tensor
         self.registered = nn.ModuleList()  # the same
@@ -98,11 +99,10 @@ class XconvNorms(Part):
 
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
         if not batch_norms(backbone):
-            what = (
-                f"{type(backbone).__name__} has no batch norm for ConFiT to correct. Choose a network with batch norm"
+            raise NoBatchNormError(
+                f"{type(backbone).__name__} has no batch norm for ConFiT to correct. Choose a network with batch norm "
+                "(`confitune models` lists some) or another method: finetune, bn-only and linear-probe run on any"
             )
-            others = "another method: finetune, bn-only and linear-probe run on any network."
-            raise NoBatchNormError(f"{what} (`confitune models` lists some), or {others}")
         self.norms.attach(backbone, flow)
         readers: dict[tuple[int, int], str] = {}  # of tensors: the first convolution of each
         for name, norm in self.norms.layers.items():

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from confitune.errors import DataMissingError
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet
 from confitune.tasks.decode import Box, open_rgb
-from confitune.tasks.errors import DataMissingError
 from confitune.tasks.splits import stratified_split
 
 SIDE = 64

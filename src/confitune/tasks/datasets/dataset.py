@@ -1,7 +1,14 @@
-"""What the file of a dataset is made of: what is known of it, how its folder is found, and the images it hands over."""
+"""What the file of a dataset is made of: what is known of it, the images it hands over, and how its folder is found,
+downloaded and unpacked.
+"""
 
 from __future__ import annotations
 
+import shutil
+import tarfile
+import tempfile
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +16,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from torchvision.datasets.utils import download_url
+from torchvision.datasets.utils import check_md5, download_url
 
+from confitune.errors import DataError, DataMissingError
 from confitune.files import exclusive
-from confitune.tasks.datasets.archive import unpack
-from confitune.tasks.errors import DataMissingError
 from confitune.tasks.store import ImageFile
 
 
@@ -27,12 +33,12 @@ class DatasetInfo:
     batch_size: int
     epochs: int  # of each task
     image_size: int = 224  # side of the images that the network sees
-    pipelines: tuple[str, ...] = ("clean",)  # which treatments of the images there are, the default first
+    pipelines: tuple[str, ...] = ("clean",)  # preprocessing that there is, the default first
     from_paper: bool = False  # whether tasks, batch size and epochs are those of the ConFiT paper (sec. 4.1)
 
     @classmethod
     def of_paper(cls, name: str, tasks: int, classes_per_task: int, batch_size: int, epochs: int) -> DatasetInfo:
-        """One of the four sets of the paper, which can also be treated as by the published code."""
+        """One of the four datasets of the paper, which have the pipeline of the published code, too."""
         return cls(name, tasks, classes_per_task, batch_size, epochs, pipelines=("clean", "published"), from_paper=True)
 
 
@@ -47,13 +53,13 @@ class ImageSet:
     pixels: Tensor | None = None  # uint8 [M,3,H,W], where they are small enough to hold in memory
     folder: Path = Path()  # where `files` lie
     files: tuple[ImageFile, ...] = ()  # in the order of `labels`, to be decoded into a store
-    resize: int | None = None  # to be done on the fly, see `Preprocess`
+    resize: int | None = None  # on the fly, see `Preprocess`
     crop: int | None = None
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A file that is published under an address, with the checksum that was published along with it."""
+    """A file to download, and the MD5 checksum that its makers published."""
 
     url: str
     md5: str
@@ -63,7 +69,7 @@ class Remote:
         return self.url.rpartition("/")[2]
 
     def fetch(self, folder: Path) -> Path:
-        """The file in `folder`, downloaded if it is not there; one with another checksum is refused."""
+        """The file in `folder`, downloaded if it is not there."""
         download_url(self.url, folder, self.name, self.md5)
         return folder / self.name
 
@@ -72,6 +78,34 @@ class Remote:
         archive = self.fetch(place.parent)
         unpack(archive, place, self.md5)
         archive.unlink()
+
+
+def unpack(archive: Path, place: Path, md5: str | None = None) -> None:
+    """Put the folder `place.name` that a .zip, .tar, .tar.gz or .tgz file holds at `place`, whole or not at all.
+
+    The checksum vouches for what is in it (None for a file out of an archive that was compared), and `tarfile` and
+    `zipfile` write nothing outside of the folder.
+    """
+    if place.exists():
+        raise DataError(f"{place} is there but incomplete; remove it, and {archive.name} will be unpacked")
+    again = "remove it and download it again"
+    if md5 is not None and not check_md5(str(archive), md5):
+        raise DataError(f"{archive} is not the published file (its MD5 is not {md5}); {again}")
+    unpacked = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    try:
+        if archive.suffix == ".zip":
+            with zipfile.ZipFile(archive) as zipped:
+                zipped.extractall(unpacked)
+        else:
+            with tarfile.open(archive) as packed:
+                packed.extractall(unpacked, filter="data")
+        if not (unpacked / place.name).is_dir():
+            raise DataError(f"{archive} has no folder {place.name}; {again}")
+        (unpacked / place.name).rename(place)
+    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
+        raise DataError(f"{archive} cannot be unpacked: {error}; {again}") from error
+    finally:
+        shutil.rmtree(unpacked, ignore_errors=True)
 
 
 def locate(

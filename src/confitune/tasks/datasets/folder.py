@@ -14,15 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from confitune.errors import DataError, DataMissingError
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet
 from confitune.tasks.decode import is_image_name
-from confitune.tasks.errors import DataError, DataMissingError
 from confitune.tasks.splits import stratified_split
 from confitune.tasks.store import ImageFile
 
-LAYOUT = (
-    "A folder should hold train/ and test/ with one folder of images for each class, or such class folders directly"
-)
+LAYOUT = "A folder needs train/ and test/ with one folder of images per class in each, or such class folders directly"
 FOLDER = DatasetInfo("folder", tasks=None, classes_per_task=None, batch_size=32, epochs=10)
 
 
@@ -31,58 +29,60 @@ def read_folder(path: Path, least: int = 2, without: frozenset[str] = frozenset(
 
     Args:
         least: how many classes there must be; with 1, a folder of images alone is a class with the folder's name.
-        without: files that do not count, named from `path`.
+        without: class folders and files to leave out, named from `path`.
     """
     if not os.path.isdir(path):  # also for a path that is too long, where pathlib raises
         raise DataMissingError(f"the folder {path} is not there; write folder:PATH with the path of your images")
-    if not (folders_in(path / "train") and folders_in(path / "test")):
-        files, labels, classes = _class_folders(path, path, least, without)
-        train, test = stratified_split(labels, classes)
+    split = [name for name in ("train", "test") if folders_in(path / name)]
+    if len(split) == 1 and set(folders_in(path)) <= {"train", "test", "val", "valid", "validation"}:
+        other = "test" if split == ["train"] else "train"
+        raise DataError(
+            f"{path} has class folders in {split[0]}/ but not in {other}/; add them there, or put the class folders "
+            f"directly into {path}, and a fifth of each class is held out for testing"
+        )
+    places = [path / name for name in split] if len(split) == 2 else [path]
+    parts = [_class_folders(path, place, least, without) for place in places]
+    classes = tuple(parts[0])
+    for place, part in zip(places, parts, strict=True):
+        if lacking := sorted({name for other in parts for name in other} - part.keys()):
+            raise DataError(
+                f"{place} has no folder for the classes {lacking}; train/ and test/ must have the same classes: add or "
+                "remove folders"
+            )
+    labels = [np.repeat(np.arange(len(classes)), [len(files) for files in part.values()]) for part in parts]
+    whole = np.concatenate(labels)
+    if len(parts) == 2:
+        train, test = np.split(np.arange(len(whole)), [len(labels[0])])
     else:
-        files, labels, classes = _class_folders(path, path / "train", least, without)
-        test_files, test_labels, test_classes = _class_folders(path, path / "test", least, without)
-        for part, lacking in (("test", set(classes) - set(test_classes)), ("train", set(test_classes) - set(classes))):
-            if lacking:
-                raise DataError(
-                    f"{path / part} has no folder for the classes {sorted(lacking)}; "
-                    "train/ and test/ must hold the same classes: add or remove folders"
-                )
-        train, test = np.split(np.arange(len(labels) + len(test_labels)), [len(labels)])
-        files, labels = files + test_files, labels + test_labels
-    return ImageSet(tuple(classes), np.array(labels, dtype=np.int64), train, test, folder=path, files=tuple(files))
+        train, test = stratified_split(whole, classes)
+    files = tuple(file for part in parts for files in part.values() for file in files)
+    return ImageSet(classes, whole, train, test, folder=path, files=files)
 
 
-def _class_folders(
-    root: Path, path: Path, least: int, without: frozenset[str]
-) -> tuple[list[ImageFile], list[int], list[str]]:
-    """Files (named from `root`), labels and class names of the class folders in `path`."""
-    classes = folders_in(path)
+def _class_folders(root: Path, path: Path, least: int, without: frozenset[str]) -> dict[str, list[ImageFile]]:
+    """The files (named from `root`) of each class folder in `path`."""
 
     def images_in(folder: Path) -> list[ImageFile]:
         names = (file.relative_to(root).as_posix() for file in images_below(folder))
         return [ImageFile(name) for name in names if name not in without]
 
+    classes = [name for name in folders_in(path) if name not in without]
     if least == 1 and not classes and (alone := images_in(path)):
-        return alone, [0] * len(alone), [path.resolve().name]
+        return {path.resolve().name: alone}
     if len(classes) < least:
         there = "one class folder" if classes else "no class folders"
-        raise DataError(f"{path} holds {there}; {least} or more are needed. {LAYOUT}")
+        raise DataError(f"{path} has {there}; {least} or more are needed. {LAYOUT}")
     seen: dict[str, str] = {}
     for name in classes:
         if (other := seen.setdefault(name.casefold().strip(), name)) != name:
             raise DataError(
                 f"the class folders {other!r} and {name!r} in {path} differ only in case or spaces; rename one"
             )
-    files: list[ImageFile] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        found = images_in(path / name)
-        if not found:
-            inside = ", only folders without images" if folders_in(path / name) else ""
-            raise DataError(f"the class folder {path / name} holds no images{inside}. Fill or remove it. {LAYOUT}")
-        files += found
-        labels += [label] * len(found)
-    return files, labels, classes
+    found = {name: images_in(path / name) for name in classes}
+    if empty := [name for name in classes if not found[name]]:
+        inside = ", only folders without images" if folders_in(path / empty[0]) else ""
+        raise DataError(f"the class folder {path / empty[0]} has no images{inside}. Fill or remove it. {LAYOUT}")
+    return found
 
 
 def in_two_classes(images: ImageSet) -> list[tuple[str, ...]]:
