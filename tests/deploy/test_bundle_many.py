@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from confitune.deploy import Bundle, BundleError, Predictor
+from confitune.deploy import Bundle, BundleError, Predictor, changing
 from confitune.engine import TaskFit
 from deploy.shared import NETWORK, add, backbone_of, checked, guess
 
@@ -26,9 +26,9 @@ def bundles(real, backbone, tmp_path_factory):
         for count in (FEW, MANY):
             found[count] = root / str(count)
             bundle = Bundle(found[count], NETWORK)
-            with bundle.changing():
+            with changing(bundle) as change:
                 for n in range(count):
-                    add(bundle, f"t{n}", real, n, **({} if n else {"shared": backbone}))
+                    add(change, f"t{n}", real, n, **({} if n else {"shared": backbone}))
     finally:
         os.fsync = sync
     return found
@@ -84,11 +84,11 @@ def test_opening_reads_the_manifest_and_no_task(counted, bundles):
 
 def test_adding_renaming_and_removing_ask_for_the_same_with_many_tasks(counted, bundles, real):
     def change(bundle, name):
-        with bundle.changing():
-            add(bundle, f"more {name}", real, 7)
-        with bundle.changing():
-            bundle.rename_task(f"more {name}", f"less {name}")
-            bundle.remove_task(f"less {name}")
+        with changing(bundle) as change:
+            add(change, f"more {name}", real, 7)
+        with changing(bundle) as change:
+            change.rename_task(f"more {name}", f"less {name}")
+            change.remove_task(f"less {name}")
 
     few, many = of_both(counted, bundles, Bundle.open, change)
     assert few == many
@@ -139,8 +139,8 @@ def test_a_file_is_hashed_once(bundles, monkeypatch):
 
 def test_a_file_that_lost_its_end_is_noticed_though_it_was_hashed(backbone, real, tmp_path):
     bundle = Bundle(tmp_path / "model", NETWORK)
-    with bundle.changing():
-        add(bundle, "a", real, 1, shared=backbone)
+    with changing(bundle) as change:
+        add(change, "a", real, 1, shared=backbone)
     bundle.task_state("a")
     file = next((tmp_path / "model" / "tasks").iterdir())
     os.truncate(file, file.stat().st_size - 1)
@@ -177,7 +177,7 @@ def test_what_is_tested_does_not_change_what_is_learned(taught, teach, taught_on
     path, before = taught(2), checked(taught_once[2])
     report = teach("greens", path, check=0)
     assert (report.changes, report.earlier) == ((), 2)
-    assert Bundle.open(path).lineage == Bundle.open(taught_once[3]).lineage
+    assert Bundle.open(path).manifest.lineage == Bundle.open(taught_once[3]).manifest.lineage
     assert Bundle.open(path).record("greens").file == Bundle.open(taught_once[3]).record("greens").file
     assert {**checked(path), **before} == checked(path)
 

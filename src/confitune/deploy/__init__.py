@@ -1,6 +1,6 @@
 """A net becomes a bundle, a predictor, a file for another runtime, a server."""
 
-from confitune.deploy.bundle import Bundle, BundleError, Network, TaskRecord
+from confitune.deploy.bundle import Bundle, BundleError, Network, TaskRecord, changing, go_back
 from confitune.deploy.doctor import examine
 from confitune.deploy.export import check_export, export_bundle, export_network
 from confitune.deploy.folding import folded
@@ -20,12 +20,14 @@ __all__ = [
     "Prediction",
     "Predictor",
     "TaskRecord",
+    "changing",
     "check_export",
     "check_tasks",
     "examine",
     "export_bundle",
     "export_network",
     "folded",
+    "go_back",
     "grow",
     "image_files",
     "learn",

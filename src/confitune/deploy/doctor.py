@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from confitune.deploy.bundle import Bundle, DamagedError
+from confitune.deploy.bundle import Bundle, DamagedError, changing, go_back
 from confitune.errors import ConfituneError
 
 
@@ -39,12 +39,12 @@ def examine(folder: Path, repair: bool = False) -> Examination:
         found.findings.append(Finding(str(error)))
         return found
     if bundle.damage is not None:
-        back = f"gone back to what it was before its last change, on {bundle.written}"
+        back = f"gone back to what it was before its last change, on {bundle.manifest.written}"
         found.findings.append(Finding(bundle.damage, f"{back}; what was made since is deleted"))
         if repair:
-            bundle.go_back()
+            go_back(bundle)
     network = bundle.network
-    found.contents.append(f"{network.model}, {network.size} pixels, last changed {bundle.written}")
+    found.contents.append(f"{network.model}, {network.size} pixels, last changed {bundle.manifest.written}")
     try:
         bundle.load_network()
         if any(record.features for record in bundle.tasks.values()):
@@ -65,6 +65,6 @@ def examine(folder: Path, repair: bool = False) -> Examination:
     for path in bundle.leftovers():
         found.findings.append(Finding(f"{path} is left from a change that broke off", "deleted"))
     if repair and found.findings:
-        with bundle.changing():  # deletes them
+        with changing(bundle):  # deletes them
             pass
     return found

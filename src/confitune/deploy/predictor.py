@@ -99,7 +99,7 @@ class Predictor:
         self._heads.clear()
 
     def _take(self, bundle: Bundle) -> None:
-        self.bundle, self.version, self.preprocess = bundle, bundle.version, bundle.network.preprocess()
+        self.bundle, self.version, self.preprocess = bundle, bundle.manifest.version, bundle.network.preprocess()
         self.unreadable: set[str] = set()
         self._space: Gaussians | None = None  # once a task is to be guessed
         self._classes: list[tuple[str, str]] = []  # task and name of its classes
