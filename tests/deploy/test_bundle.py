@@ -122,7 +122,7 @@ def test_the_same_tensors_are_the_same_file(taught):
         for _ in range(5):  # safetensors' own order of several metadata entries would differ before long
             assert change.store_task(bundle.task_state("reds"), ["reds 0", "reds 1"]) == bundle.record("reds").file
             assert change.store_held_out(bundle.held_out("reds").test) == bundle.record("reds").held_out
-        bundle.files.sweep(bundle.current, bundle.files.read_before())
+        assert bundle.leftovers() == []
     assert contents(path) == before
 
 

@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 
 from confitune.deploy import Bundle, LearnSettings, Predictor, changing, grow, remove_class
-from confitune.deploy.server import running_server
 from confitune.methods import METHODS
+from deploy.server.running import running_server
 from deploy.shared import damage_task, settling
 
 httpx = pytest.importorskip("httpx", reason="pip install httpx")

@@ -55,7 +55,7 @@ def changing(bundle: Bundle) -> Iterator[BundleChange]:
         elif len([*(path / TASKS).glob("*")]) > 1:  # a first task that broke off leaves no more
             raise BundleError(f"{path} holds tasks but no {MANIFEST}: restore it from a copy")
         before = files.read_before()
-        files.sweep(bundle.current, before)
+        files.delete(files.leftovers(bundle.current, before))
         try:
             yield BundleChange(bundle, before)
         except BaseException:
@@ -92,7 +92,7 @@ def go_back(bundle: Bundle) -> None:
         files.write_manifest(MANIFEST, before)
         bundle.current = before
         bundle.damage = None
-        files.sweep(before)
+        files.delete(files.leftovers(before))
 
 
 class BundleChange:

@@ -36,9 +36,9 @@ _FOLDER = f"({'|'.join(FOLDERS)})/"
 _OWN = re.compile(
     rf"{_FOLDER}[0-9a-f]{{64}}\.safetensors|({_FOLDER})?([0-9a-f]{{64}}|bundle|bundle\.before)\.[0-9a-f]{{32}}\.partial"
 )
-_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _INSIDE = 2  # times the image's size: what a layer may read, some networks pad their images
-_KINDS = {*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+_KINDS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_KINDS |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 
 
 def is_bundle(path: Path) -> bool:
@@ -55,8 +55,6 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._whole: set[str] = set()  # names of files that were compared
-
-    # ---- tensors -----------------------------------------------------------------------------------------------------
 
     def store(self, folder: Any, tensors: Mapping[str, Tensor], **about: object) -> StoredFile:
         """Write tensors to `<sha256>.safetensors`; the same ones again are not written again.
@@ -115,8 +113,6 @@ class Store:
         except OSError as error:
             raise DamagedError(f"{path} cannot be read: {error}; restore it from a copy") from error
 
-    # ---- manifests ---------------------------------------------------------------------------------------------------
-
     def write_manifest(self, name: str, manifest: Manifest) -> None:
         """The file is whole, or as it was."""
         write_whole(self.root / name, lambda out: out.write(manifest.to_bytes()))
@@ -134,11 +130,7 @@ class Store:
         return None
 
     def newest(self) -> tuple[Manifest, str | None]:
-        """What the bundle is; where its manifest or what all tasks share is damaged, what it was before.
-
-        Returns:
-            The manifest, and what is damaged: None where it is the newest.
-        """
+        """The manifest and None; or, if it or a file that all tasks share is damaged, the one before and the damage."""
         if not is_bundle(self.root):
             raise BundleError(f"{self.root} is not a bundle: create one with `confitune learn`")
         self._require_own()
@@ -162,8 +154,6 @@ class Store:
             self.check(stored)
         return manifest
 
-    # ---- the folder --------------------------------------------------------------------------------------------------
-
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Within, no other process changes the bundle."""
@@ -184,12 +174,8 @@ class Store:
         needed = set().union(*(manifest.files() for manifest in manifests if manifest is not None))
         return {name for name in self._names() if _OWN.fullmatch(name)} - needed
 
-    def sweep(self, *manifests: Manifest | None) -> None:
-        """Delete leftovers; for use within `alone`."""
-        self.delete(self.leftovers(*manifests))
-
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files of the bundle."""
+        """Delete files of the bundle; for use within `alone`."""
         for name in names:
             (self.root / name).unlink(missing_ok=True)
 
