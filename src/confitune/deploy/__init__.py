@@ -5,15 +5,13 @@ from confitune.deploy.doctor import examine
 from confitune.deploy.export import check_export, export_bundle, export_network
 from confitune.deploy.folding import folded
 from confitune.deploy.grow import grow, remove_class
-from confitune.deploy.held_out import Change, Checks, check_tasks
+from confitune.deploy.held_out import check_tasks
 from confitune.deploy.learn import LearnReport, LearnSettings, learn
 from confitune.deploy.predictor import Prediction, Predictor, image_files, predict_files
 
 __all__ = [
     "Bundle",
     "BundleError",
-    "Change",
-    "Checks",
     "LearnReport",
     "LearnSettings",
     "Network",

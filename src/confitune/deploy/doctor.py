@@ -26,11 +26,9 @@ class Examination:
 
 
 def examine(folder: Path, repair: bool = False) -> Examination:
-    """Read every file of a bundle and compare it with its checksum.
+    """Read every file of a bundle and compare it with its checksum; with `repair`, do what the remedies say.
 
-    Args:
-        repair: do what the findings' remedies say. Nothing that is whole is ever removed, but for what belongs to a
-            change that did not end, or that is undone because of damage.
+    Nothing that is whole is removed, except what belongs to a change that broke off or is undone because of damage.
     """
     found = Examination()
     try:

@@ -42,19 +42,15 @@ def without_class(images: Images, gone: int) -> Images:
 
 @dataclass(frozen=True)
 class Checks:
-    """In percent of the images kept."""
+    """Shares of the held-out images, in percent."""
 
-    accuracy: dict[str, float]  # by task, the task known
-    guessed: float | None  # given to the right task where it is not known; None where nothing was kept
-    unknown: float  # given to none
+    accuracy: dict[str, float]  # by task, with the task given
+    guessed: float | None  # whose task is guessed right; None if nothing was kept
+    unknown: float  # that are called unknown
 
 
 def check_tasks(bundle: Bundle, device: str = "auto", progress: Progress | None = None) -> Checks:
-    """Test every task that kept images: its classes, and the guess of the task.
-
-    Args:
-        progress: called as progress(what, done, total).
-    """
+    """Test every task that kept images: with the task given, and with the task guessed."""
     predictor = Predictor(bundle, device=device)
     accuracy: dict[str, float] = {}
     guesses: list[tuple[str, str | None]] = []  # the task of each image, and the one that it is taken for
@@ -70,7 +66,8 @@ def check_tasks(bundle: Bundle, device: str = "auto", progress: Progress | None 
             guesses += [(task, answer.task) for answer in answers]
     if not guesses:
         return Checks(accuracy, None, 0.0)
-    right, unknown = sum(task == found for task, found in guesses), sum(found is None for _, found in guesses)
+    right = sum(task == found for task, found in guesses)
+    unknown = sum(found is None for _, found in guesses)
     return Checks(accuracy, 100.0 * right / len(guesses), 100.0 * unknown / len(guesses))
 
 
@@ -87,9 +84,9 @@ class Change:
 def check_earlier(
     bundle: Bundle, net: ContinualNet, most: int, seed: int, progress: Progress | None = None
 ) -> tuple[Change, ...]:
-    """What tasks that kept images lost or gained by a new one: all of them, or `most`, others after every task.
+    """What tasks that kept images lost or gained by a new one: all of them, or `most` at random.
 
-    Their states are in the network one at a time. A task whose files are damaged is left out.
+    They are loaded one at a time. A task whose files are damaged is left out.
     """
     tasks = [name for name, record in bundle.tasks.items() if record.held_out is not None]
     if len(tasks) > most:

@@ -138,18 +138,17 @@ def written(
 ) -> dict[str, Any]:
     """Store what a task is now, with the held-out images to keep of it; returns these fields of its record."""
     classes = net.tasks[task].classes
-    stored = {
+    tested = None
+    if kept is not None and len(kept):
+        tested = Task(task, classes, kept, kept, change.bundle.network.preprocess())
+    return {
         "classes": classes,
         "file": change.store_task(net.task_state_dict(task), classes),
-        "held_out": None,
-        "checked": None,
+        "held_out": None if tested is None else change.store_held_out(tested.test),
+        "features": change.store_features(features),
+        "checked": None if tested is None else evaluate(net, tested),
         "learned": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    if kept is not None and len(kept):
-        stored["held_out"] = change.store_held_out(kept)
-        stored["checked"] = evaluate(net, Task(task, classes, kept, kept, change.bundle.network.preprocess()))
-    stored["features"] = change.store_features(features)
-    return stored
 
 
 def load_photos(

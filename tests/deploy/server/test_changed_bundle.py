@@ -116,7 +116,7 @@ def test_files_that_two_changes_deleted_are_not_missed(path, sent):
     (guessed,) = predictor.predict(pixels, [None], top=100)
     newest = Predictor.from_bundle(path, device="cpu")
     assert guessed == newest.predict(pixels, [None], top=100)[0]
-    assert guessed.version == newest.manifest.version
+    assert guessed.version == newest.version
 
 
 @pytest.fixture

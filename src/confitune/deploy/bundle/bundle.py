@@ -115,12 +115,13 @@ class Bundle:
     def features(self, task: str) -> TaskFeatures | None:
         """What is kept of the features of a task's images; None if nothing is."""
         record = self.record(task)
-        return None if record.features is None else self.read_features(record.features, len(record.classes))
+        return None if record.features is None else self.read_features(record)
 
-    def read_features(self, stored: StoredFile, classes: int) -> TaskFeatures:
-        """The features in a file, of a task with so many classes."""
-        with self._naming(stored):
-            return TaskFeatures.from_state(self.files.read(stored), classes)
+    def read_features(self, record: TaskRecord) -> TaskFeatures:
+        """The features that a record names, be it of a task that is not in the bundle yet."""
+        assert record.features is not None
+        with self._naming(record.features):
+            return TaskFeatures.from_state(self.files.read(record.features), len(record.classes))
 
     def label_space(self) -> Gaussians:
         """The classifier over all classes of all tasks."""

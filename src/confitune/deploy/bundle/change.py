@@ -185,7 +185,8 @@ class BundleChange:
 
     def commit(self, tasks: Mapping[str, TaskRecord], shared: Mapping[str, Tensor] | None = None) -> None:
         """Make these the bundle's tasks, on disk as well; `shared` is the backbone, if it may have moved."""
-        bundle, files, old = self.bundle, self.bundle.files, self.bundle.current
+        bundle = self.bundle
+        files, old = bundle.files, bundle.current
         backbone = bundle.manifest.backbone if shared is None else files.store(BACKBONES, shared)
         lineage = bundle.network.weights_sha256 if old is None else old.lineage
         if old is None or backbone != old.backbone:
@@ -212,18 +213,13 @@ class BundleChange:
 
     def _sums_of(self, tasks: Mapping[str, TaskRecord]) -> StoredFile | None:
         """The sums of features of these tasks: those of new tasks are added, those of gone ones subtracted."""
-        files, stored = self.bundle.files, None if self.bundle.current is None else self.bundle.current.sums
+        files = self.bundle.files
+        stored = None if self.bundle.current is None else self.bundle.current.sums
         old, new = by_features(self.bundle.tasks), by_features(tasks)
         if old.keys() == new.keys():
             return stored
         known = {key: record for key, (_, record) in (old | new).items()}
-
-        @cache
-        def read(key: str) -> TaskFeatures:
-            record = known[key]
-            assert record.features is not None
-            return self.bundle.read_features(record.features, len(record.classes))
-
+        read = cache(lambda key: self.bundle.read_features(known[key]))
         sums = None
         if stored is not None:
             sums = sums_from_state(files.read(stored), {key: len(known[key].classes) for key in old})
