@@ -1,8 +1,8 @@
 """Files that are whole or not there, locks that end with the process that holds them, and code of the user's own.
 
 The lock is twenty lines around `flock` and not the package filelock. Where a file system has no locks, that one falls
-back to a marker file, which a killed process leaves behind; some of its versions truncate the file that they lock, which
-here may hold results; and it would not be enough for Windows, where open files can be neither replaced nor deleted.
+back to a marker file, which a killed process leaves behind; some of its versions truncate the file that they lock,
+which may hold results here; and it would not be enough for Windows, where open files cannot be replaced or deleted.
 """
 
 from __future__ import annotations

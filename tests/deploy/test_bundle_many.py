@@ -13,7 +13,7 @@ from confitune.deploy import Bundle, BundleError, Predictor, changing
 from confitune.engine import TaskFit
 from deploy.shared import NETWORK, add, backbone_of, checked, guess
 
-held_out, store = (importlib.import_module(f"confitune.deploy.{name}") for name in ("held_out", "bundle.store"))
+checks, store = (importlib.import_module(f"confitune.deploy.{name}") for name in ("checks", "bundle.store"))
 FEW, MANY = 10, 120
 
 
@@ -159,9 +159,9 @@ def loads(monkeypatch):
 
 
 def test_learning_reads_the_last_task_and_those_it_tests(taught, teach, monkeypatch):
-    path, loaded, held, fit, test = taught(5), loads(monkeypatch), [], TaskFit.fit, held_out.evaluate
+    path, loaded, held, fit, test = taught(5), loads(monkeypatch), [], TaskFit.fit, checks.evaluate
     monkeypatch.setattr(TaskFit, "fit", lambda self: (held.append((self.index, [*self.net.tasks])), fit(self))[1])
-    monkeypatch.setattr(held_out, "evaluate", lambda net, *a: (held.append(len(net.tasks)), test(net, *a))[1])
+    monkeypatch.setattr(checks, "evaluate", lambda net, *a: (held.append(len(net.tasks)), test(net, *a))[1])
     report = teach("yellows", path, check=4, epochs=1)
     assert held[0] == (5, ["blues", "yellows"])  # the sixth task: seeds and schedule depend on that
     assert len(held) == 5
@@ -185,11 +185,11 @@ def test_what_is_tested_does_not_change_what_is_learned(taught, teach, taught_on
 def test_the_tested_tasks_are_others_every_time(taught_once):
     bundle = Bundle.open(taught_once[6])
     net = bundle.load_network()
-    chosen = [[change.task for change in held_out.check_earlier(bundle, net, 3, seed)] for seed in range(6)]
+    chosen = [[change.task for change in checks.check_earlier(bundle, net, 3, seed)] for seed in range(6)]
     assert all(len(set(some)) == 3 and some == sorted(some, key=[*bundle.tasks].index) for some in chosen)
-    assert chosen[0] == [change.task for change in held_out.check_earlier(bundle, net, 3, 0)]
+    assert chosen[0] == [change.task for change in checks.check_earlier(bundle, net, 3, 0)]
     assert len({tuple(some) for some in chosen}) > 2
-    assert held_out.check_earlier(bundle, net, 0, 0) == ()
+    assert checks.check_earlier(bundle, net, 0, 0) == ()
 
 
 # ---- guessing --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import torch
 import confitune
 from confitune.deploy import Bundle, BundleError, LearnSettings, Predictor, changing, go_back
 from confitune.deploy.bundle import BundleChange
-from confitune.deploy.held_out import keep_some
 from confitune.engine import DivergedError, TaskFit
 from confitune.tasks import DataMissingError, Images
 from deploy.shared import answers, checked
@@ -74,7 +73,7 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
-FIT, LEARN, EARLIER = "confitune.engine:TaskFit", "confitune.deploy.learn", "confitune.deploy.held_out"
+FIT, LEARN, EARLIER = "confitune.engine:TaskFit", "confitune.deploy.learn", "confitune.deploy.checks"
 # What to kill at: a function, at which of its calls, before or after it, or with its file's last bytes not written.
 # And what is then left behind, by folder. `os.fsync` is called twice for each file.
 TASK, HELD_OUT, BACKBONE = "tasks safetensors", "held-out safetensors", "backbones safetensors"
@@ -452,11 +451,11 @@ def test_a_choice_of_images_is_balanced():
     chance = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (30, 3, 9, 7), dtype=torch.uint8, generator=chance)
     images = Images(pixels, torch.arange(30), torch.tensor([0] * 20 + [1] * 8 + [2] * 2))
-    kept = keep_some(images, 11)
+    kept = learning.keep_some(images, 11)
     assert kept.labels.bincount().tolist() == [5, 4, 2]
     assert torch.equal(kept.labels, images.labels[kept.rows])
-    assert len(keep_some(images, 100)) == 30
-    assert torch.equal(keep_some(images, 11).rows, kept.rows)
+    assert len(learning.keep_some(images, 100)) == 30
+    assert torch.equal(learning.keep_some(images, 11).rows, kept.rows)
 
 
 def test_convolutions_move_and_earlier_state_does_not(taught, teach):

@@ -14,9 +14,17 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from confitune.deploy.bundle import Bundle, BundleChange, BundleError, TaskRecord, changing
-from confitune.deploy.held_out import Change, joined, keep_some, without_class
+from confitune.deploy.checks import Change
 from confitune.deploy.label_space import TaskFeatures
-from confitune.deploy.learn import LearnReport, LearnSettings, RunOptions, load_photos, train_settings, written
+from confitune.deploy.learn import (
+    LearnReport,
+    LearnSettings,
+    RunOptions,
+    keep_some,
+    load_photos,
+    train_settings,
+    written,
+)
 from confitune.engine import evaluate, place_task
 from confitune.methods.linear import fit_linear, folds_of
 from confitune.nn import ContinualNet
@@ -56,7 +64,7 @@ def grow(
         changes, held_out = [], keep_some(images.test, settings.keep, settings.seed)
         if kept is not None:
             changes = [Change(f"{task}, earlier photos", before, evaluate(net, kept, training), len(kept.test))]
-            held_out = joined(kept.test, held_out)
+            held_out = _joined(kept.test, held_out)
         accuracy = evaluate(net, images, training)
         record = _replace(change, net, task, features, held_out, len(images.train) + record.images)
     numbers = net.storage()[task].beside_head
@@ -80,8 +88,20 @@ def remove_class(change: BundleChange, task: str, name: str) -> None:
     state = net.task_state_dict(task)
     _put_head(net, task, state["head.weight"][rows], state["head.bias"][rows], classes)
     kept, others = bundle.held_out(task), features.without(gone)
-    images = None if kept is None else without_class(kept.test, gone)
+    images = None if kept is None else _without_class(kept.test, gone)
     _replace(change, net, task, others, images, record.images - len(features.labels) + len(others.labels))
+
+
+def _joined(kept: Images, more: Images) -> Images:
+    """What was kept before, and more."""
+    (pixels, labels), (new, new_labels) = (part.batch(torch.arange(len(part))) for part in (kept, more))
+    return Images(torch.cat([pixels, new]), torch.arange(len(kept) + len(more)), torch.cat([labels, new_labels]))
+
+
+def _without_class(images: Images, gone: int) -> Images:
+    """Those of the other classes, whose labels close the gap."""
+    others = images.only((images.labels != gone).nonzero().flatten())
+    return Images(others.pixels, others.rows, others.labels - (others.labels > gone).long())
 
 
 def _kept_features(bundle: Bundle, task: str) -> TaskFeatures:

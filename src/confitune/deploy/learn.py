@@ -18,8 +18,8 @@ from typing_extensions import TypedDict, Unpack
 
 from confitune.deploy.bundle import Bundle, BundleChange, BundleError, MethodOptions, Network, TaskRecord, changing
 from confitune.deploy.bundle.format import check_name, readable
+from confitune.deploy.checks import Change, check_earlier
 from confitune.deploy.folding import example_images
-from confitune.deploy.held_out import Change, check_earlier, keep_some
 from confitune.deploy.label_space import TaskFeatures
 from confitune.engine import DivergedError, Executor, Listener, TaskFit, epochs_of, evaluate, place_task
 from confitune.engine.evaluation import right_answers
@@ -151,13 +151,19 @@ def written(
     }
 
 
+def keep_some(images: Images, most: int, seed: int = 0) -> Images:
+    """Up to `most` images, classes in turn."""
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    labels = images.labels.cpu()[order]
+    place = torch.zeros(len(order), dtype=torch.int64)  # of an image within its class
+    for label in labels.unique():
+        mine = labels == label
+        place[mine] = torch.arange(int(mine.sum()))
+    return images.only(order[torch.argsort(place, stable=True)[:most]].sort().values)
+
+
 def load_photos(
-    folder: Path,
-    task: str,
-    network: Network,
-    settings: LearnSettings,
-    options: RunOptions,
-    known: Sequence[str] = (),
+    folder: Path, task: str, network: Network, settings: LearnSettings, options: RunOptions, known: Sequence[str] = ()
 ) -> Task:
     """The images below a folder for a network; `known` are the classes that the task has already."""
     images = load_folder_task(

@@ -6,7 +6,7 @@ import glob
 import io
 import logging
 import threading
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -174,11 +174,9 @@ class Predictor:
         """What `answer(inputs, task)` gives for each image; it is called once for all images of a task."""
         if len(pixels) != len(tasks):
             raise DataError(f"{len(pixels)} images and {len(tasks)} tasks: give one task for each image, or None")
-        of_task: dict[Any, list[int]] = defaultdict(list)
         found: dict[int, Any] = {}
-        for n, task in enumerate(tasks):
-            of_task[task].append(n)
-        for task, mine in of_task.items():
+        for task in dict.fromkeys(tasks):
+            mine = [n for n, other in enumerate(tasks) if other == task]
             x = self.preprocess(pixels[mine].to(self.device))
             found.update(zip(mine, answer(x, task), strict=True))
         return [found[n] for n in range(len(tasks))]

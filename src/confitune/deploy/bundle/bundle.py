@@ -100,7 +100,7 @@ class Bundle:
         return self.files.read(self.record(task).file)
 
     def held_out(self, task: str) -> Task | None:
-        """The images that were kept of a task, to test it with; None where none were."""
+        """The images that were kept of a task to test it with; None if none were."""
         record = self.record(task)
         if record.held_out is None:
             return None

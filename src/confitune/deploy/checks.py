@@ -1,43 +1,79 @@
-"""Held-out images that a bundle was asked to keep of its tasks, to see later whether it still knows them."""
+"""Whether a bundle is whole, and whether it still knows its tasks."""
 
 from __future__ import annotations
 
 import logging
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
-import torch
-
-from confitune.deploy.bundle import Bundle, BundleError
+from confitune.deploy.bundle import Bundle, BundleError, DamagedError, changing, go_back
 from confitune.deploy.predictor import Predictor
 from confitune.engine import evaluate
+from confitune.errors import ConfituneError
 from confitune.nn import ContinualNet
-from confitune.tasks import Images, Progress
+from confitune.tasks import Progress
 
 _log = logging.getLogger(__name__)
 
 
-def keep_some(images: Images, most: int, seed: int = 0) -> Images:
-    """Up to `most` images, classes in turn."""
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    labels = images.labels.cpu()[order]
-    place = torch.zeros(len(order), dtype=torch.int64)  # of an image within its class
-    for label in labels.unique():
-        mine = labels == label
-        place[mine] = torch.arange(int(mine.sum()))
-    return images.only(order[torch.argsort(place, stable=True)[:most]].sort().values)
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it should be."""
+
+    problem: str  # with the file's name
+    remedy: str | None = None  # what `repair` does about it, or has done; None: nothing can be done here
 
 
-def joined(kept: Images, more: Images) -> Images:
-    """What was kept before, and more."""
-    (pixels, labels), (new, new_labels) = (part.batch(torch.arange(len(part))) for part in (kept, more))
-    return Images(torch.cat([pixels, new]), torch.arange(len(kept) + len(more)), torch.cat([labels, new_labels]))
+@dataclass
+class Examination:
+    """What was found in a bundle."""
+
+    contents: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
 
-def without_class(images: Images, gone: int) -> Images:
-    """Those of the other classes, whose labels close the gap."""
-    others = images.only((images.labels != gone).nonzero().flatten())
-    return Images(others.pixels, others.rows, others.labels - (others.labels > gone).long())
+def examine(folder: Path, repair: bool = False) -> Examination:
+    """Read every file of a bundle and compare it with its checksum; with `repair`, do what the remedies say.
+
+    Nothing that is whole is removed, except what belongs to a change that broke off or is undone because of damage.
+    """
+    found = Examination()
+    try:
+        bundle = Bundle.open(folder)
+    except DamagedError as error:
+        found.findings.append(Finding(str(error)))
+        return found
+    if bundle.damage is not None:
+        back = f"gone back to what it was before its last change, on {bundle.manifest.written}"
+        found.findings.append(Finding(bundle.damage, f"{back}; what was made since is deleted"))
+        if repair:
+            go_back(bundle)
+    network = bundle.network
+    found.contents.append(f"{network.model}, {network.size} pixels, last changed {bundle.manifest.written}")
+    try:
+        bundle.load_network()
+        if any(record.features for record in bundle.tasks.values()):
+            bundle.load_pretrained()
+            bundle.label_space()
+    except ConfituneError as error:
+        found.findings.append(Finding(str(error)))
+    for task, record in bundle.tasks.items():
+        found.contents.append(f"task {task!r}: {len(record.classes)} classes, {record.file.bytes:,} bytes")
+        try:
+            bundle.task_state(task)
+            bundle.features(task)
+            bundle.held_out(task)
+        except ConfituneError as error:
+            found.findings.append(Finding(f"task {task!r}: {error}"))
+    if bundle.damage is not None:  # what is left over shows when it is mended
+        return found
+    for path in bundle.leftovers():
+        found.findings.append(Finding(f"{path} is left from a change that broke off", "deleted"))
+    if repair and found.findings:
+        with changing(bundle):  # deletes them
+            pass
+    return found
 
 
 @dataclass(frozen=True)
