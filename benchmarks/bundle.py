@@ -30,7 +30,8 @@ from learn import cut_folders
 from report import write_report
 from torch import Tensor
 
-from confitune.deploy import Bundle, LearnSettings, Predictor, TaskRecord, learn
+from confitune.deploy import Bundle, LearnSettings, Predictor, TaskRecord, changing, learn
+from confitune.deploy.bundle import BundleChange
 
 FEW = 10
 CHECKED = 20  # tasks, after each that is learned
@@ -75,9 +76,9 @@ def made(scratch: Path, options: argparse.Namespace) -> tuple[Path, Path, dict[s
     began = time.perf_counter()
     for path, count in ((scratch / "few", FEW), (many, options.tasks)):
         bundle = Bundle.open(path)
-        with no_waiting_for_the_disk(), bundle.changing():
+        with no_waiting_for_the_disk(), changing(bundle) as change:
             while len(bundle.tasks) < count:
-                add(bundle, f"task {len(bundle.tasks):05}", *another(real, chance), chance)
+                add(change, f"task {len(bundle.tasks):05}", *another(real, chance), chance)
                 if len(bundle.tasks) % 1000 == 0:
                     print(f"{len(bundle.tasks):,} tasks after {time.perf_counter() - began:.0f} s", flush=True)
     os.sync()
@@ -100,7 +101,7 @@ def another(real: dict[str, Tensor], chance: random.Random) -> tuple[dict[str, T
 
 
 def add(
-    bundle: Bundle,
+    change: BundleChange,
     name: str,
     state: dict[str, Tensor],
     classes: list[str],
@@ -108,11 +109,11 @@ def add(
     shared: dict[str, Tensor] | None = None,
 ) -> None:
     """As `learn` does it when training is done."""
-    known = bundle.tasks.keys()
+    known = change.bundle.tasks.keys()
     checked = {f"task {chance.randrange(1, len(known)):05}" for _ in range(CHECKED)} & known if len(known) > 1 else {}
-    stored = bundle.store_task(state, classes)
+    stored = change.store_task(state, classes)
     record = TaskRecord(classes=tuple(classes), file=stored, accuracy=90.0, images=640, epochs=10, learned="2026-01-01")
-    bundle.add_task(name, record, shared, dict.fromkeys(checked, 90.625))
+    change.add_task(name, record, shared, dict.fromkeys(checked, 90.625))
 
 
 @contextmanager
@@ -180,11 +181,11 @@ def adding(
         state, classes = another(real, chance)
         moved = None if shared is None else {key: tensor + chance.random() for key, tensor in shared.items()}
         began = time.perf_counter()
-        with bundle.changing():
-            add(bundle, "one more", state, classes, chance, moved)
+        with changing(bundle) as change:
+            add(change, "one more", state, classes, chance, moved)
         seconds = time.perf_counter() - began
-        with bundle.changing():
-            bundle.remove_task("one more")
+        with changing(bundle) as change:
+            change.remove_task("one more")
         return seconds
 
     return compared([[one(bundle) for bundle in bundles] for _ in range(repeats)])

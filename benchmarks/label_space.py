@@ -23,7 +23,7 @@ from report import write_report
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from confitune.deploy import Bundle, Network, Predictor, TaskRecord
+from confitune.deploy import Bundle, Network, Predictor, TaskRecord, changing
 from confitune.deploy.label_space import TaskFeatures
 from confitune.engine import TrainSettings, batches
 from confitune.methods.gaussian import FeatureSums, Gaussians
@@ -154,8 +154,8 @@ def timed(many: int, backbone: Backbone, device: str) -> dict[str, float]:
     )
     with tempfile.TemporaryDirectory() as folder:
         bundle, pretrained = Bundle(Path(folder) / "model", network), backbone.module.cpu()
-        with bundle.changing():
-            bundle.store_pretrained(pretrained)
+        with changing(bundle) as change:
+            change.store_pretrained(pretrained)
             net = network.around(pretrained)
             net.add_task("0", [str(label) for label in range(_CLASSES)])
             net.eval()(torch.zeros(1, 3, 224, 224))
@@ -169,9 +169,9 @@ def timed(many: int, backbone: Backbone, device: str) -> dict[str, float]:
                 state["head.bias"] = state["head.bias"] + number
                 state["image_size"] = torch.tensor([224, 224])
                 classes = tuple(f"{number}-{label}" for label in range(_CLASSES))
-                files = {"file": bundle.store_task(state, classes), "features": bundle.store_features(kept)}
+                files = {"file": change.store_task(state, classes), "features": change.store_features(kept)}
                 tasks[str(number)] = TaskRecord(classes=classes, **files)
-            bundle._commit(tasks, net.shared_state_dict())
+            change.commit(tasks, net.shared_state_dict())
         predictor = Predictor(Bundle.open(Path(folder) / "model"), device=device)
         pixels = torch.randint(0, 256, (1, 3, 224, 224), dtype=torch.uint8, generator=chance)
         times: dict[str, list[float]] = {"given": [], "guessed": []}

@@ -29,7 +29,7 @@ from report import write_report
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from confitune.deploy import Bundle, Network, Predictor, TaskRecord, export_bundle, folded, folding
+from confitune.deploy import Bundle, Network, Predictor, TaskRecord, changing, export_bundle, folded, folding
 from confitune.deploy.label_space import TaskFeatures
 from confitune.nn import create_backbone
 from confitune.nn.pairing import trace_flow
@@ -79,8 +79,8 @@ def made(path: Path, model: str, size: int) -> None:
         method="best",
     )
     bundle = Bundle(path, network)
-    with bundle.changing():
-        bundle.store_pretrained(backbone.module)
+    with changing(bundle) as change:
+        change.store_pretrained(backbone.module)
         pretrained = copy.deepcopy(backbone.module).eval()
         net = network.around(backbone.module)
         for task in range(TASKS):
@@ -97,10 +97,10 @@ def made(path: Path, model: str, size: int) -> None:
             kept = TaskFeatures(features[CLASSES:], labels[CLASSES:], features[:CLASSES], labels[:CLASSES])
             classes = net.tasks[str(task)].classes
             files = {
-                "file": bundle.store_task(net.task_state_dict(str(task)), classes),
-                "features": bundle.store_features(kept),
+                "file": change.store_task(net.task_state_dict(str(task)), classes),
+                "features": change.store_features(kept),
             }
-            bundle.add_task(str(task), TaskRecord(classes=classes, **files), net.shared_state_dict())
+            change.add_task(str(task), TaskRecord(classes=classes, **files), net.shared_state_dict())
 
 
 def pictures(task: int, label: int, size: int, count: int = 1) -> Tensor:

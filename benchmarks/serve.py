@@ -183,7 +183,7 @@ class Load:
     def keep_version(self) -> None:
         """Copy the bundle as it is now."""
         shutil.copytree(
-            self.options.bundle, self.scratch / Bundle.open(self.options.bundle).version, dirs_exist_ok=True
+            self.options.bundle, self.scratch / Bundle.open(self.options.bundle).manifest.version, dirs_exist_ok=True
         )
 
     def wrong(self) -> int:

@@ -1,4 +1,9 @@
-"""Files that are whole or not there, locks that end with the process that holds them, and code of the user's own."""
+"""Files that are whole or not there, locks that end with the process that holds them, and code of the user's own.
+
+The lock is twenty lines around `flock` and not the package filelock. Where a file system has no locks, that one falls
+back to a marker file, which a killed process leaves behind; some of its versions truncate the file that they lock,
+which may hold results here; and it would not be enough for Windows, where open files cannot be replaced or deleted.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ except ImportError:  # Windows
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file that is either whole or as it was before: to a temporary file beside it, synced, then renamed."""
+    """Write a file so that it is whole or as it was before: to a temporary file beside it, synced, then renamed."""
     partial = path.with_name(f"{path.stem}.{uuid4().hex}.partial")
     try:
         with partial.open("xb") as out:
@@ -44,10 +49,7 @@ def remove_partial(folder: Path, stem: str = "*") -> None:
 
 
 def open_plain(path: Path) -> IO[bytes]:
-    """Open a file to read it. A link, a pipe, or a file that has several names raises an OSError.
-
-    Whatever is written to one of several names changes the others, and a pipe can be waited for without end.
-    """
+    """Open a file to read it. A link, a pipe (which may never end) or a file with several names raises an OSError."""
     require_plain(path, path.lstat())
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
@@ -78,7 +80,7 @@ def require_writable(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have what was renamed or made in a folder survive a power cut; Windows neither needs nor allows it."""
+    """Make renamed and new files in a folder survive a power cut; Windows neither needs nor allows it."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -114,7 +116,7 @@ def read_sealed(path: Path) -> bytes:
 
 
 def checksum_of(values: dict[str, Any]) -> str:
-    """SHA-256 of what a JSON object says, however it is laid out: a file may be reformatted, but not changed.
+    """SHA-256 of a JSON object, however its file is formatted.
 
     >>> checksum_of({"a": 1, "b": [2.5]}) == checksum_of({"b": [2.5], "a": 1})
     True
@@ -126,9 +128,9 @@ def checksum_of(values: dict[str, Any]) -> str:
 def exclusive(path: Path, waiting: Callable[[], None]) -> Iterator[bool]:
     """Hold the lock file `path`; `waiting` is called once if another process has it.
 
-    The operating system drops the lock when its process ends, however it ends, so a killed process blocks nobody;
-    the empty file stays. Yields False where the system or the file system has no such lock: then the work may be
-    done twice, and must be safe to do twice.
+    The operating system drops the lock when its process ends, so a killed process blocks nobody; the file stays.
+    Yields False where there are no such locks (Windows, some network file systems): another process may then do the
+    same work at the same time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as handle:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from confitune.deploy import Bundle, Predictor, TaskRecord
+from confitune.deploy import Bundle, Predictor, TaskRecord, changing
 from confitune.engine import CHECKPOINT, Checkpoint
 from confitune.errors import ConfituneError
 from confitune.files import write_sealed
@@ -104,9 +104,9 @@ def cases(root: Path, smaller: int) -> dict[str, tuple[int, Callable[[], object]
 
 def _bundle(path: Path, model: str) -> Path:
     bundle = Bundle(path, NETWORK.model_copy(update={"model": model}))
-    with bundle.changing():
-        stored = bundle.store_task({"head.weight": torch.zeros(2, 8)}, ["a", "b"])
-        bundle.add_task("a", TaskRecord(classes=("a", "b"), file=stored), {"x": torch.zeros(50_000)})
+    with changing(bundle) as change:
+        stored = change.store_task({"head.weight": torch.zeros(2, 8)}, ["a", "b"])
+        change.add_task("a", TaskRecord(classes=("a", "b"), file=stored), {"x": torch.zeros(50_000)})
     return path
 
 

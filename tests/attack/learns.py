@@ -24,7 +24,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from confitune.deploy import Bundle, LearnSettings, examine, grow, learn
+from confitune.deploy import Bundle, LearnSettings, changing, examine, go_back, grow, learn
+from confitune.deploy.bundle import BundleChange
 from confitune.methods import METHODS
 from deploy.conftest import picture
 from deploy.shared import settling
@@ -81,8 +82,8 @@ class Changes:
             require(child(lambda: self.learn(task, root / "before")) == 0, "the bundle could not be made")  # noqa: B023
         self.work: dict[str, Callable[[Path], object]] = {
             "learn": lambda path: self.learn("blues", path),
-            "remove": lambda path: change(path, lambda bundle: bundle.remove_task("reds")),
-            "undo": lambda path: Bundle.open(path).go_back(),
+            "remove": lambda path: change(path, lambda change: change.remove_task("reds")),
+            "undo": lambda path: go_back(Bundle.open(path)),
         }
         if method == "best":  # others move what tasks share, and none of their tasks can grow
             self.work["grow"] = self.grow
@@ -129,10 +130,9 @@ class Changes:
         print(f"{self.root.name}: {name} killed {'before' if before else 'after'} call {at + 1} of {self.calls[name]}")
 
 
-def change(path: Path, work: Callable[[Bundle], object]) -> None:
-    bundle = Bundle.open(path)
-    with bundle.changing():
-        work(bundle)
+def change(path: Path, work: Callable[[BundleChange], object]) -> None:
+    with changing(Bundle.open(path)) as opened:
+        work(opened)
 
 
 def state(path: Path) -> Any:
@@ -143,7 +143,7 @@ def state(path: Path) -> Any:
         bundle.task_state(task)  # compares it with its hash
         bundle.held_out(task)
     records = {task: record.model_copy(update={"learned": ""}) for task, record in bundle.tasks.items()}
-    return list(records), records, bundle.lineage
+    return list(records), records, bundle.manifest.lineage
 
 
 def counting(work: Callable[[], object], into: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from confitune.deploy import Bundle, Network, Predictor, TaskRecord
+from confitune.deploy.bundle import BundleChange
 
 
 class FakePredictor:
@@ -129,11 +130,11 @@ def perturbed(real: dict[str, Tensor], seed: int, classes: int) -> dict[str, Ten
     return moved
 
 
-def add(bundle: Bundle, name: str, real: dict[str, Tensor], seed: int, **more: Any) -> None:
+def add(change: BundleChange, name: str, real: dict[str, Tensor], seed: int, **more: Any) -> None:
     """A task like `real`."""
     classes = tuple(f"{name} {n}" for n in range(2 + seed % 3))
-    stored = bundle.store_task(perturbed(real, seed, len(classes)), classes)
-    bundle.add_task(name, TaskRecord(classes=classes, file=stored, checked=50.0), **more)
+    stored = change.store_task(perturbed(real, seed, len(classes)), classes)
+    change.add_task(name, TaskRecord(classes=classes, file=stored, checked=50.0), **more)
 
 
 def settling(head):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from confitune.deploy import Bundle, BundleError, TaskRecord, check_tasks, examine
+from confitune.deploy import Bundle, BundleError, TaskRecord, changing, check_tasks, examine
 from confitune.deploy.bundle import StoredFile
 from confitune.deploy.bundle.format import check_name
 from confitune.nn import XconvNorms
@@ -43,17 +43,17 @@ def no_way_back(path):
 def by_hand(path, net, network=NETWORK):
     """A bundle of all tasks of a network."""
     bundle = Bundle(path, network)
-    with bundle.changing():
+    with changing(bundle) as change:
         for task, entry in net.tasks.items():
             record = TaskRecord(
                 classes=entry.classes,
-                file=bundle.store_task(net.task_state_dict(task), entry.classes),
+                file=change.store_task(net.task_state_dict(task), entry.classes),
                 accuracy=87.5,
                 images=12,
                 epochs=3,
                 learned="2026-05-01T12:00:00+00:00",
             )
-            bundle.add_task(task, record, net.shared_state_dict(), checked={task: 75.0})
+            change.add_task(task, record, net.shared_state_dict(), checked={task: 75.0})
     return bundle
 
 
@@ -86,7 +86,11 @@ def test_a_bundle_made_by_hand_reopens_as_it_was(trained, images, tmp_path):
     assert (again.record("pets").accuracy, again.record("pets").images, again.record("pets").epochs) == (87.5, 12, 3)
     assert again.network == NETWORK
     assert [record.checked for record in again.tasks.values()] == [75.0, 75.0]
-    assert (again.lineage, again.version, again.written) == (made.lineage, made.version, made.written)
+    assert (again.manifest.lineage, again.manifest.version, again.manifest.written) == (
+        made.manifest.lineage,
+        made.manifest.version,
+        made.manifest.written,
+    )
     assert again.held_out("pets") is None
     loaded = again.load_network(["pets", "birds"])
     assert loaded.current_task == "birds"
@@ -114,11 +118,11 @@ def test_the_same_tensors_are_the_same_file(taught):
     path = taught(1)
     bundle = Bundle.open(path)
     before = contents(path)
-    with bundle.changing():
+    with changing(bundle) as change:
         for _ in range(5):  # safetensors' own order of several metadata entries would differ before long
-            assert bundle.store_task(bundle.task_state("reds"), ["reds 0", "reds 1"]) == bundle.record("reds").file
-            assert bundle.store_held_out(bundle.held_out("reds").test) == bundle.record("reds").held_out
-        bundle.sweep()
+            assert change.store_task(bundle.task_state("reds"), ["reds 0", "reds 1"]) == bundle.record("reds").file
+            assert change.store_held_out(bundle.held_out("reds").test) == bundle.record("reds").held_out
+        assert bundle.leftovers() == []
     assert contents(path) == before
 
 
@@ -158,8 +162,8 @@ def test_rename_keeps_order_files_and_accuracy(taught):
     bundle, before, expected = Bundle.open(path), contents(path), logits(Bundle.open(path), "reds")
     accuracy = bundle.record("reds").checked
     two_changes_ago = {backbone_name(path, "bundle.before.json"), sums_name(path, "bundle.before.json")}
-    with bundle.changing():
-        bundle.rename_task("reds", "red things")
+    with changing(bundle) as change:
+        change.rename_task("reds", "red things")
     for found in (bundle, Bundle.open(path)):
         assert list(found.tasks) == ["red things", "stripes", "greens"]
         assert found.record("red things").checked == accuracy
@@ -168,10 +172,13 @@ def test_rename_keeps_order_files_and_accuracy(taught):
     assert set(before) - set(after) == two_changes_ago
     changed = {name for name in after if after.get(name) != before.get(name)}
     assert changed == {"bundle.json", "bundle.before.json"}
-    with bundle.changing(), pytest.raises(BundleError, match="has a task 'stripes' already"):
-        bundle.rename_task("red things", "stripes")
-    with bundle.changing(), pytest.raises(BundleError, match="no task 'reds'; it has 'red things', 'stripes', 'gre"):
-        bundle.rename_task("reds", "x")
+    with changing(bundle) as change, pytest.raises(BundleError, match="has a task 'stripes' already"):
+        change.rename_task("red things", "stripes")
+    with (
+        changing(bundle) as change,
+        pytest.raises(BundleError, match="no task 'reds'; it has 'red things', 'stripes', 'gre"),
+    ):
+        change.rename_task("reds", "x")
 
 
 def test_a_removed_tasks_files_go_with_the_next_change_and_nothing_else(taught):
@@ -179,14 +186,14 @@ def test_a_removed_tasks_files_go_with_the_next_change_and_nothing_else(taught):
     bundle, before, last = Bundle.open(path), contents(path), sums_name(path)
     two_changes_ago = {backbone_name(path, "bundle.before.json"), sums_name(path, "bundle.before.json")}
     record, expected = bundle.record("stripes"), logits(bundle, "greens")
-    with bundle.changing():
-        bundle.remove_task("stripes")
+    with changing(bundle) as change:
+        change.remove_task("stripes")
     for found in (bundle, Bundle.open(path)):
         assert list(found.tasks) == ["reds", "greens"]
     assert set(before) - set(contents(path)) == two_changes_ago
     again = Bundle.open(path)  # what is kept is known to another process, too
-    with again.changing():
-        again.rename_task("greens", "green")
+    with changing(again) as change:
+        change.rename_task("greens", "green")
     after = contents(path)
     gone = {f"tasks/{record.file.sha256}.safetensors", f"held-out/{record.held_out.sha256}.safetensors"}
     gone |= {f"features/{record.features.sha256}.safetensors", last}
@@ -204,14 +211,14 @@ def test_files_that_two_tasks_share_go_with_the_last_of_them(taught):
         return {file.stem for file in (path / folder).iterdir()}
 
     before = stored("tasks"), stored("held-out")
-    with bundle.changing():
-        bundle.copy_task(bundle, "reds", "the same")
-        bundle.remove_task("reds")
-        bundle.rename_task("stripes", "s")
+    with changing(bundle) as change:
+        change.copy_task(bundle, "reds", "the same")
+        change.remove_task("reds")
+        change.rename_task("stripes", "s")
         assert (stored("tasks"), stored("held-out")) == before
-        bundle.remove_task("the same")
+        change.remove_task("the same")
         assert (stored("tasks"), stored("held-out")) == before
-        bundle.rename_task("s", "stripes")
+        change.rename_task("s", "stripes")
     kept = bundle.record("stripes")
     assert stored("tasks") == {kept.file.sha256}
     assert stored("held-out") == {kept.held_out.sha256}
@@ -223,10 +230,10 @@ def test_files_that_two_tasks_share_go_with_the_last_of_them(taught):
 def test_a_removed_task_that_comes_back_keeps_its_files(taught):
     path = taught(2)
     source, bundle = Bundle.open(taught(2, "source")), Bundle.open(path)
-    with bundle.changing():
-        bundle.remove_task("reds")
-        bundle.copy_task(source, "reds")  # the files are there: they are kept for the state before
-        bundle.rename_task("stripes", "s")
+    with changing(bundle) as change:
+        change.remove_task("reds")
+        change.copy_task(source, "reds")  # the files are there: they are kept for the state before
+        change.rename_task("stripes", "s")
     assert list(read_everything(path).tasks) == ["s", "reds"]
 
 
@@ -234,31 +241,34 @@ def test_the_only_task_stays(taught):
     """A new task starts from the batch norm of the one before."""
     path = taught(1)
     bundle, before = Bundle.open(path), contents(path)
-    with bundle.changing(), pytest.raises(BundleError, match=r"the only task of .*: delete the folder instead"):
-        bundle.remove_task("reds")
+    with (
+        changing(bundle) as change,
+        pytest.raises(BundleError, match=r"the only task of .*: delete the folder instead"),
+    ):
+        change.remove_task("reds")
     assert contents(path) == before
 
 
 def test_copy_to_a_bundle_with_the_same_backbone(taught):
     source, target = Bundle.open(taught(2)), Bundle.open(taught(2, "target"))
-    with target.changing():
-        target.remove_task("reds")
-        target.copy_task(source, "reds", "red again")
+    with changing(target) as change:
+        change.remove_task("reds")
+        change.copy_task(source, "reds", "red again")
     found = Bundle.open(target.path)
     assert list(found.tasks) == ["stripes", "red again"]
     assert found.record("red again") == source.record("reds")
     assert torch.equal(logits(found, "red again"), logits(source, "reds"))
     assert same_tensors(found.task_state("red again"), source.task_state("reds"))
     assert torch.equal(found.held_out("red again").test.pixels, source.held_out("reds").test.pixels)
-    assert found.lineage == source.lineage
+    assert found.manifest.lineage == source.manifest.lineage
 
 
 def test_copy_to_another_backbone_is_refused_with_the_reason(taught):
     source, target = Bundle.open(taught(3)), Bundle.open(taught(2, "target"))
     before = contents(target.path)
     reason = r"'greens' cannot be copied: the backbones of .* are not the same.*learn the task here instead"
-    with target.changing(), pytest.raises(BundleError, match=reason):
-        target.copy_task(source, "greens")
+    with changing(target) as change, pytest.raises(BundleError, match=reason):
+        change.copy_task(source, "greens")
     assert contents(target.path) == before
 
 
@@ -266,10 +276,10 @@ def test_copy_between_kinds_of_means_is_refused_though_weights_agree(trained, tm
     source = by_hand(tmp_path / "window", trained("test_byobnet"))
     other = NETWORK.model_copy(update={"means": "phase"})
     target = by_hand(tmp_path / "phase", trained("test_byobnet", [XconvNorms("phase")]), other)
-    assert source.lineage == target.lineage
+    assert source.manifest.lineage == target.manifest.lineage
     before = contents(target.path)
-    with target.changing(), pytest.raises(BundleError, match="cannot be copied"):
-        target.copy_task(source, "pets", "more pets")
+    with changing(target) as change, pytest.raises(BundleError, match="cannot be copied"):
+        change.copy_task(source, "pets", "more pets")
     assert contents(target.path) == before
 
 
@@ -289,20 +299,20 @@ def test_adding_leaves_earlier_files_alone(taught, teach):
     assert len(backbones) == 3  # one is the network before its first task
     assert len({new_backbone, old_backbone, older_backbone}) == 3
     assert after["bundle.before.json"][0] == before["bundle.json"][0]
-    lineage = f"{old.lineage} {new_backbone[len('backbones/') : -len('.safetensors')]}"
-    assert new.lineage == hashlib.sha256(lineage.encode()).hexdigest()
+    lineage = f"{old.manifest.lineage} {new_backbone[len('backbones/') : -len('.safetensors')]}"
+    assert new.manifest.lineage == hashlib.sha256(lineage.encode()).hexdigest()
     assert [new.record(task).file for task in old.tasks] == [record.file for record in old.tasks.values()]
 
 
 def test_what_another_opened_bundle_changed_is_seen(taught):
     path = taught(2)
     first, second = Bundle.open(path), Bundle.open(path)
-    with first.changing():
-        first.rename_task("reds", "rot")
+    with changing(first) as change:
+        change.rename_task("reds", "rot")
     assert list(second.tasks) == ["reds", "stripes"]
-    with second.changing():
+    with changing(second) as change:
         assert list(second.tasks) == ["rot", "stripes"]
-        second.remove_task("rot")
+        change.remove_task("rot")
     assert list(Bundle.open(path).tasks) == ["stripes"]
 
 
@@ -312,10 +322,10 @@ def test_a_bundle_that_was_replaced_is_not_changed(taught, trained, tmp_path):
     shutil.rmtree(path)
     by_hand(path, trained("test_byobnet"))
     before = contents(path)
-    with pytest.raises(BundleError, match="was replaced by another bundle meanwhile"), opened.changing():
+    with pytest.raises(BundleError, match="was replaced by another bundle meanwhile"), changing(opened):
         pytest.fail("was changed")
     unaware = Bundle(path, NETWORK.model_copy(update={"size": 32}))
-    with pytest.raises(BundleError, match="was replaced by another bundle meanwhile"), unaware.changing():
+    with pytest.raises(BundleError, match="was replaced by another bundle meanwhile"), changing(unaware):
         pytest.fail("was changed")
     assert contents(path) == before
 
@@ -334,12 +344,12 @@ def test_one_process_at_a_time(taught):
         assert other.stdout.readline() == "held\n"
         bundle = Bundle.open(path)
         busy = r"another process is changing .*model; try again when it is done"
-        with pytest.raises(BundleError, match=busy), bundle.changing():
+        with pytest.raises(BundleError, match=busy), changing(bundle):
             pytest.fail("was changed")
         assert contents(path) == before
         assert list(Bundle.open(path).tasks) == ["reds"]  # reading needs no lock
         other.kill()
-    with Bundle.open(path).changing():
+    with changing(Bundle.open(path)):
         pass
 
 
@@ -354,14 +364,14 @@ def test_odd_names_reach_no_file_outside(taught, tmp_path, name):
     path = taught(1)
     bundle, before = Bundle.open(path), {*tmp_path.rglob("*")}
     above = {*tmp_path.parent.iterdir()}
-    with bundle.changing():
-        bundle.copy_task(bundle, "reds", name)
-        bundle.rename_task("reds", f"{name[:98]}!")
+    with changing(bundle) as change:
+        change.copy_task(bundle, "reds", name)
+        change.rename_task("reds", f"{name[:98]}!")
     found = Bundle.open(path)
     assert list(found.tasks) == [f"{name[:98]}!", name]
     assert found.record(name) == found.record(f"{name[:98]}!")
-    with bundle.changing():
-        bundle.remove_task(name)
+    with changing(bundle) as change:
+        change.remove_task(name)
     assert {*tmp_path.rglob("*")} == before
     assert {*tmp_path.parent.iterdir()} == above
 
@@ -370,13 +380,13 @@ def test_odd_names_reach_no_file_outside(taught, tmp_path, name):
 def test_names_that_cannot_be_read_are_refused(taught, tmp_path, teach, name):
     bundle = Bundle.open(taught(1))
     before = contents(bundle.path)
-    with bundle.changing():
-        for change in (
-            lambda: bundle.rename_task("reds", name),
-            lambda: bundle.copy_task(bundle, "reds", name) if name else bundle.add_task(name, bundle.record("reds")),
+    with changing(bundle) as change:
+        for attempt in (
+            lambda: change.rename_task("reds", name),
+            lambda: change.copy_task(bundle, "reds", name) if name else change.add_task(name, bundle.record("reds")),
         ):
             with pytest.raises(BundleError, match="a task's name must be 1 to 100 readable characters"):
-                change()
+                attempt()
     if name:
         with pytest.raises(BundleError, match="readable characters"):
             teach("greens", tmp_path / "new", name=name)
@@ -403,8 +413,8 @@ def test_files_of_others_inside_a_bundle_are_left_alone(taught):
     for name in ("notes.txt", "tasks/notes.txt", "film.partial"):
         (path / name).write_text("mine")
     bundle = Bundle.open(path)
-    with bundle.changing():
-        bundle.remove_task("reds")
+    with changing(bundle) as change:
+        change.remove_task("reds")
     for name in ("notes.txt", "tasks/notes.txt", "film.partial"):
         assert (path / name).read_text() == "mine"
 
@@ -428,7 +438,7 @@ def test_a_file_is_no_folder(teach, tmp_path):
 
 def test_an_empty_bundle_says_so(tmp_path):
     with pytest.raises(BundleError, match="has no tasks yet"):
-        _ = Bundle(tmp_path / "model", NETWORK).lineage
+        _ = Bundle(tmp_path / "model", NETWORK).manifest.lineage
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -502,7 +512,7 @@ def test_leftovers_of_a_killed_process_go_with_the_next_change(taught):
     for left in (f"tasks/{name}.safetensors", f"backbones/{name}.{'0' * 32}.partial", f"bundle.{'1' * 32}.partial"):
         (path / left).write_bytes(b"half")
     assert list(read_everything(path).tasks) == ["reds"]
-    with Bundle.open(path).changing():
+    with changing(Bundle.open(path)):
         assert set(contents(path)) == before
 
 
@@ -540,9 +550,9 @@ def test_a_file_with_another_content_under_its_true_hash_is_no_tensor(taught):
     bundle = Bundle.open(path)
     data = b"\x80\x04\x95 a pickle"
     stored = StoredFile(folder="tasks", sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
-    with bundle.changing():
+    with changing(bundle) as change:
         (path / "tasks" / f"{stored.sha256}.safetensors").write_bytes(data)
-        bundle.add_task("bad", bundle.record("reds").model_copy(update={"file": stored}))
+        change.add_task("bad", bundle.record("reds").model_copy(update={"file": stored}))
     with pytest.raises(BundleError, match="holds no tensors"):
         Bundle.open(path).task_state("bad")
 
@@ -564,9 +574,9 @@ def test_a_damaged_task_is_restored_from_a_copy(taught):
     expected = Bundle.open(good).task_state("stripes")
     damage_task(path, "stripes")
     bundle = Bundle.open(path)
-    with bundle.changing():
-        bundle.remove_task("stripes")
-        bundle.copy_task(Bundle.open(good), "stripes")
+    with changing(bundle) as change:
+        change.remove_task("stripes")
+        change.copy_task(Bundle.open(good), "stripes")
     restored = Bundle.open(path).task_state("stripes")
     assert all(torch.equal(restored[key], tensor) for key, tensor in expected.items())
 
@@ -574,7 +584,7 @@ def test_a_damaged_task_is_restored_from_a_copy(taught):
 def test_nothing_is_changed_without_a_lock(taught, monkeypatch):
     path = taught(2)
     monkeypatch.setattr("confitune.files.fcntl", None)
-    with pytest.raises(BundleError, match="cannot be locked"), Bundle.open(path).changing():
+    with pytest.raises(BundleError, match="cannot be locked"), changing(Bundle.open(path)):
         pytest.fail("it was changed")
 
 
@@ -584,8 +594,8 @@ def test_one_wrong_bit_in_the_manifest_before_is_damage_and_no_other_version(tau
     (path / "bundle.before.json").write_text(text.replace('"format": 3', '"format": 2'))
     bundle = Bundle.open(path)
     assert bundle.damage is None
-    with bundle.changing():
-        bundle.rename_task("reds", "rot")
+    with changing(bundle) as change:
+        change.rename_task("reds", "rot")
     assert examine(path, repair=True)
     assert examine(path).findings == []
 
@@ -628,9 +638,9 @@ def test_held_out_images_that_are_none_are_damaged(taught, wrong):
     bundle = Bundle.open(taught(1))
     kept = {"pixels": torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "labels": torch.tensor([0, 1]), **wrong}
     kept = kept if wrong else {"pixels": kept["pixels"]}
-    with bundle.changing():
-        record = bundle.record("reds").model_copy(update={"held_out": bundle._files.store("held-out", kept)})
-        bundle.add_task("again", record)
+    with changing(bundle) as change:
+        record = bundle.record("reds").model_copy(update={"held_out": bundle.files.store("held-out", kept)})
+        change.add_task("again", record)
     with pytest.raises(BundleError, match="held-out images of task 'again' are damaged"):
         check_tasks(bundle, "cpu")
 

@@ -9,11 +9,11 @@ from collections import Counter
 import pytest
 import torch
 
-from confitune.deploy import Bundle, BundleError, Predictor
+from confitune.deploy import Bundle, BundleError, Predictor, changing
 from confitune.engine import TaskFit
 from deploy.shared import NETWORK, add, backbone_of, checked, guess
 
-held_out, store = (importlib.import_module(f"confitune.deploy.{name}") for name in ("held_out", "bundle.store"))
+checks, store = (importlib.import_module(f"confitune.deploy.{name}") for name in ("checks", "bundle.store"))
 FEW, MANY = 10, 120
 
 
@@ -26,9 +26,9 @@ def bundles(real, backbone, tmp_path_factory):
         for count in (FEW, MANY):
             found[count] = root / str(count)
             bundle = Bundle(found[count], NETWORK)
-            with bundle.changing():
+            with changing(bundle) as change:
                 for n in range(count):
-                    add(bundle, f"t{n}", real, n, **({} if n else {"shared": backbone}))
+                    add(change, f"t{n}", real, n, **({} if n else {"shared": backbone}))
     finally:
         os.fsync = sync
     return found
@@ -84,15 +84,16 @@ def test_opening_reads_the_manifest_and_no_task(counted, bundles):
 
 def test_adding_renaming_and_removing_ask_for_the_same_with_many_tasks(counted, bundles, real):
     def change(bundle, name):
-        with bundle.changing():
-            add(bundle, f"more {name}", real, 7)
-        with bundle.changing():
-            bundle.rename_task(f"more {name}", f"less {name}")
-            bundle.remove_task(f"less {name}")
+        with changing(bundle) as change:
+            add(change, f"more {name}", real, 7)
+        with changing(bundle) as change:
+            change.rename_task(f"more {name}", f"less {name}")
+            change.remove_task(f"less {name}")
 
     few, many = of_both(counted, bundles, Bundle.open, change)
     assert few == many
     assert few["os.rename"] > 5
+    assert few["os.scandir"] <= 2 * 5  # each of two changes lists the folder and the four in it once
     for path in bundles.values():
         assert Bundle.open(path).leftovers() == []
 
@@ -139,8 +140,8 @@ def test_a_file_is_hashed_once(bundles, monkeypatch):
 
 def test_a_file_that_lost_its_end_is_noticed_though_it_was_hashed(backbone, real, tmp_path):
     bundle = Bundle(tmp_path / "model", NETWORK)
-    with bundle.changing():
-        add(bundle, "a", real, 1, shared=backbone)
+    with changing(bundle) as change:
+        add(change, "a", real, 1, shared=backbone)
     bundle.task_state("a")
     file = next((tmp_path / "model" / "tasks").iterdir())
     os.truncate(file, file.stat().st_size - 1)
@@ -159,9 +160,9 @@ def loads(monkeypatch):
 
 
 def test_learning_reads_the_last_task_and_those_it_tests(taught, teach, monkeypatch):
-    path, loaded, held, fit, test = taught(5), loads(monkeypatch), [], TaskFit.fit, held_out.evaluate
+    path, loaded, held, fit, test = taught(5), loads(monkeypatch), [], TaskFit.fit, checks.evaluate
     monkeypatch.setattr(TaskFit, "fit", lambda self: (held.append((self.index, [*self.net.tasks])), fit(self))[1])
-    monkeypatch.setattr(held_out, "evaluate", lambda net, *a: (held.append(len(net.tasks)), test(net, *a))[1])
+    monkeypatch.setattr(checks, "evaluate", lambda net, *a: (held.append(len(net.tasks)), test(net, *a))[1])
     report = teach("yellows", path, check=4, epochs=1)
     assert held[0] == (5, ["blues", "yellows"])  # the sixth task: seeds and schedule depend on that
     assert len(held) == 5
@@ -177,7 +178,7 @@ def test_what_is_tested_does_not_change_what_is_learned(taught, teach, taught_on
     path, before = taught(2), checked(taught_once[2])
     report = teach("greens", path, check=0)
     assert (report.changes, report.earlier) == ((), 2)
-    assert Bundle.open(path).lineage == Bundle.open(taught_once[3]).lineage
+    assert Bundle.open(path).manifest.lineage == Bundle.open(taught_once[3]).manifest.lineage
     assert Bundle.open(path).record("greens").file == Bundle.open(taught_once[3]).record("greens").file
     assert {**checked(path), **before} == checked(path)
 
@@ -185,11 +186,11 @@ def test_what_is_tested_does_not_change_what_is_learned(taught, teach, taught_on
 def test_the_tested_tasks_are_others_every_time(taught_once):
     bundle = Bundle.open(taught_once[6])
     net = bundle.load_network()
-    chosen = [[change.task for change in held_out.check_earlier(bundle, net, 3, seed)] for seed in range(6)]
+    chosen = [[change.task for change in checks.check_earlier(bundle, net, 3, seed)] for seed in range(6)]
     assert all(len(set(some)) == 3 and some == sorted(some, key=[*bundle.tasks].index) for some in chosen)
-    assert chosen[0] == [change.task for change in held_out.check_earlier(bundle, net, 3, 0)]
+    assert chosen[0] == [change.task for change in checks.check_earlier(bundle, net, 3, 0)]
     assert len({tuple(some) for some in chosen}) > 2
-    assert held_out.check_earlier(bundle, net, 0, 0) == ()
+    assert checks.check_earlier(bundle, net, 0, 0) == ()
 
 
 # ---- guessing --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from PIL import ExifTags, Image
 
 from confitune import cli
-from confitune.deploy import Bundle, Predictor, check_tasks
+from confitune.deploy import Bundle, Predictor, changing, check_tasks
 from confitune.methods import METHODS
 from deploy.shared import contents, guess, plain, settling
 
@@ -497,8 +497,8 @@ def test_an_exported_file_says_all_that_its_answers_need(confitune, taught, pict
     }
     path = taught(3)
     bundle = Bundle.open(path)
-    with bundle.changing():
-        bundle.rename_task("stripes", "birds")
+    with changing(bundle) as change:
+        change.rename_task("stripes", "birds")
     assert confitune("export", path, "--all", "--out", tmp_path / "model.onnx").code == 0
     (tmp_path / "new").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -510,7 +510,7 @@ def test_an_exported_file_says_all_that_its_answers_need(confitune, taught, pict
         found = {}
         exec(compile(code, "serve.md", "exec"), found)
         (expected,) = predictor.logits(predictor.decode(Path("new/a.jpg"))[None], ["birds"])
-        assert found["facts"]["version"] == bundle.version
+        assert found["facts"]["version"] == bundle.manifest.version
         assert np.abs(found["logits"][: len(expected)] - expected.numpy()).max() < 1e-4
         assert capsys.readouterr().out.strip() == bundle.record("birds").classes[int(expected.argmax())]
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from confitune.deploy import Bundle, BundleError, LearnSettings, Predictor, grow, remove_class
+from confitune.deploy import Bundle, BundleError, LearnSettings, Predictor, changing, go_back, grow, remove_class
 from confitune.methods import METHODS
 from confitune.methods.linear import fit_linear, folds_of
 from deploy.shared import answers, contents, settling
@@ -100,9 +100,9 @@ def test_the_label_space_is_that_of_learning_in_any_order(path, photos, decoded,
     between = Bundle.open(path).label_space()
     assert (len(between.of_class), len(before.of_class)) == (7, 4)
     bundle = Bundle.open(path)
-    with bundle.changing():
+    with changing(bundle) as change:
         for name in ("stripes 1", "stripes 0", "stripes 2"):
-            remove_class(bundle, "reds", name)
+            remove_class(change, "reds", name)
     after = Bundle.open(path).label_space()
     probe = torch.randn(5, len(before.centre), generator=torch.Generator().manual_seed(0))
     places = {name: n for n, name in enumerate(after.tasks)}
@@ -112,8 +112,8 @@ def test_the_label_space_is_that_of_learning_in_any_order(path, photos, decoded,
 
 def test_a_removed_task_leaves_the_label_space(path):
     bundle = Bundle.open(path)
-    with bundle.changing():
-        bundle.remove_task("reds")
+    with changing(bundle) as change:
+        change.remove_task("reds")
     space = Bundle.open(path).label_space()
     assert space.tasks == ("greens",)
 
@@ -123,8 +123,8 @@ def test_a_class_is_forgotten_and_the_others_answer_as_before(path, photos, deco
     grow(photos("stripes"), task, path, SETTINGS, cache_dir=decoded)
     before = Predictor.from_bundle(path, device="cpu").logits(pixels[task], [task] * 8)
     bundle = Bundle.open(path)
-    with bundle.changing():
-        remove_class(bundle, task, "stripes 0")
+    with changing(bundle) as change:
+        remove_class(change, task, "stripes 0")
     bundle = Bundle.open(path)
     assert bundle.record(task).classes == (f"{task} 0", f"{task} 1", "stripes 1", "stripes 2")
     assert bundle.record(task).images == 32
@@ -137,7 +137,7 @@ def test_a_class_is_forgotten_and_the_others_answer_as_before(path, photos, deco
 def test_growing_can_be_undone(path, photos, decoded):
     before = answers(path)
     grow(photos("stripes"), "reds", path, SETTINGS, cache_dir=decoded)
-    Bundle.open(path).go_back()
+    go_back(Bundle.open(path))
     bundle = Bundle.open(path)
     assert bundle.record("reds").classes == ("reds 0", "reds 1")
     assert all(torch.equal(before[task], found) for task, found in answers(path).items())
@@ -149,11 +149,11 @@ def test_a_failed_growth_changes_nothing(path, photos, decoded, tmp_path):
     with pytest.raises(BundleError, match="no task 'birds'"):
         grow(photos("stripes"), "birds", path, SETTINGS, cache_dir=decoded)
     bundle = Bundle.open(path)
-    with bundle.changing():
+    with changing(bundle) as change:
         with pytest.raises(BundleError, match="has no class 'wren'"):
-            remove_class(bundle, "reds", "wren")
+            remove_class(change, "reds", "wren")
         with pytest.raises(BundleError, match="needs at least two classes"):
-            remove_class(bundle, "reds", "reds 0")
+            remove_class(change, "reds", "reds 0")
     assert contents(path) == before
 
 
@@ -177,10 +177,10 @@ def test_hostile_features_take_no_memory(path):
     bundle = Bundle.open(path)
     state = bundle.features("reds").state()
     state["train"], state["train.scale"] = torch.zeros(100_000, 1, dtype=torch.int8), torch.zeros(1, 50_000)
-    with bundle.changing():
-        stored = bundle._files.store("features", state)
+    with changing(bundle) as change:
+        stored = bundle.files.store("features", state)
         record = bundle.record("reds").model_copy(update={"features": stored})
-        bundle.replace_task("reds", record)  # it is not guessed any more, and that is said
+        change.replace_task("reds", record)  # it is not guessed any more, and that is said
     with pytest.raises(BundleError, match="train has no scale for each image"):
         Bundle.open(path).features("reds")
     assert Bundle.open(path).label_space().tasks == ("greens",)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import confitune
-from confitune.deploy import Bundle, BundleError, LearnSettings, Predictor
-from confitune.deploy.held_out import keep_some
+from confitune.deploy import Bundle, BundleError, LearnSettings, Predictor, changing, go_back
+from confitune.deploy.bundle import BundleChange
 from confitune.engine import DivergedError, TaskFit
 from confitune.tasks import DataMissingError, Images
 from deploy.shared import answers, checked
@@ -73,7 +73,7 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
-FIT, LEARN, EARLIER = "confitune.engine:TaskFit", "confitune.deploy.learn", "confitune.deploy.held_out"
+FIT, LEARN, EARLIER = "confitune.engine:TaskFit", "confitune.deploy.learn", "confitune.deploy.checks"
 # What to kill at: a function, at which of its calls, before or after it, or with its file's last bytes not written.
 # And what is then left behind, by folder. `os.fsync` is called twice for each file.
 TASK, HELD_OUT, BACKBONE = "tasks safetensors", "held-out safetensors", "backbones safetensors"
@@ -145,7 +145,7 @@ def what_it_learned(path):
     bundle = Bundle.open(path)
     files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.suffix != ".lock")
     records = {task: record.model_copy(update={"learned": ""}) for task, record in bundle.tasks.items()}
-    return files, records, bundle.lineage
+    return files, records, bundle.manifest.lineage
 
 
 def same(first, second):
@@ -217,9 +217,9 @@ def test_a_learn_killed_after_the_rename_has_happened(command, options, photos, 
     assert list(answers(damaged)) == ["reds", "stripes"]  # and it can be gone back to
 
     bundle = Bundle.open(path)
-    with bundle.changing():
-        bundle.rename_task("reds", "rot")
-        bundle.rename_task("rot", "reds")
+    with changing(bundle) as change:
+        change.rename_task("reds", "rot")
+        change.rename_task("rot", "reds")
     assert bundle.leftovers() == []
     backbones = {file.stem for file in (path / "backbones").iterdir()}
     manifest = json.loads((path / "bundle.json").read_bytes())
@@ -272,11 +272,11 @@ def test_an_error_while_writing_leaves_the_bundle_as_it_was(taught, teach, monke
     def full(self, kept):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Bundle, "store_held_out", full)
+    monkeypatch.setattr(BundleChange, "store_held_out", full)
     with pytest.raises(OSError, match="No space left"):
         teach("greens", path)
     assert {name: found for name, found in contents(path).items() if name in before} == before
-    with Bundle.open(path).changing():
+    with changing(Bundle.open(path)):
         pass
     assert contents(path) == before
 
@@ -358,7 +358,7 @@ def test_a_random_start_is_the_seeds(teach, tmp_path):
         teach("reds", tmp_path / name, weights="none", epochs=8, seed=seed)
     a, b, c = (Bundle.open(tmp_path / name) for name in "abc")
     assert a.network.weights_sha256 == b.network.weights_sha256 != c.network.weights_sha256
-    assert a.lineage == b.lineage
+    assert a.manifest.lineage == b.manifest.lineage
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
@@ -401,8 +401,8 @@ def test_the_report_is_what_can_be_measured(teach, photos, tmp_path):
         assert changes["reds"].images == 8
         bundle = Bundle.open(path)
         assert bundle.record("reds").checked == changes["reds"].after
-        with bundle.changing():  # as if it had been another: what comes next must start from what is on record
-            bundle.replace_task("reds", bundle.record("reds").model_copy(update={"checked": 12.5}))
+        with changing(bundle) as change:  # as if it had been another: what comes next must start from what is on record
+            change.replace_task("reds", bundle.record("reds").model_copy(update={"checked": 12.5}))
         recorded.append(12.5)
     assert list(changes) == ["reds", "stripes"]
     assert bundle.record("reds").accuracy == first.accuracy  # stays what it was when it was learned
@@ -451,11 +451,11 @@ def test_a_choice_of_images_is_balanced():
     chance = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (30, 3, 9, 7), dtype=torch.uint8, generator=chance)
     images = Images(pixels, torch.arange(30), torch.tensor([0] * 20 + [1] * 8 + [2] * 2))
-    kept = keep_some(images, 11)
+    kept = learning.keep_some(images, 11)
     assert kept.labels.bincount().tolist() == [5, 4, 2]
     assert torch.equal(kept.labels, images.labels[kept.rows])
-    assert len(keep_some(images, 100)) == 30
-    assert torch.equal(keep_some(images, 11).rows, kept.rows)
+    assert len(learning.keep_some(images, 100)) == 30
+    assert torch.equal(learning.keep_some(images, 11).rows, kept.rows)
 
 
 def test_convolutions_move_and_earlier_state_does_not(taught, teach):
@@ -508,11 +508,11 @@ def test_the_last_change_is_undone_once(taught, teach, taught_once):
     path = taught(1)
     before = what_it_learned(path)
     teach("stripes", path)
-    Bundle.open(path).go_back()
+    go_back(Bundle.open(path))
     after = what_it_learned(path)
     assert after == before
     assert Bundle.open(path).leftovers() == []
     with pytest.raises(BundleError, match=r"nothing of .* can be undone"):
-        Bundle.open(path).go_back()
+        go_back(Bundle.open(path))
     teach("stripes", path)
     assert what_it_learned(path) == what_it_learned(taught_once[2])

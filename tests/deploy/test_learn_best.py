@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from confitune.deploy import Bundle, BundleError, Predictor, TaskRecord, check_tasks, examine, export_bundle
+from confitune.deploy import Bundle, BundleError, Predictor, TaskRecord, changing, check_tasks, examine, export_bundle
 from confitune.deploy.folding import folded
 from confitune.methods import METHODS
 from confitune.nn import create_backbone
@@ -95,7 +95,7 @@ def test_nothing_is_forgotten_and_the_backbone_stays(once, new_bundle):
         require_same_answers(answers(bundles[count]), answers(bundles[4]))
     assert len({backbone_of(path).name for path in bundles.values()}) == 1
     assert len(list((bundles[4] / "backbones").iterdir())) == 1
-    assert len({Bundle.open(path).lineage for path in bundles.values()}) == 1
+    assert len({Bundle.open(path).manifest.lineage for path in bundles.values()}) == 1
     shared = Bundle.open(bundles[4]).load_network().shared_state_dict()
     start = create_backbone(new_bundle["model"], new_bundle["weights"]).module.state_dict()
     assert shared.keys() == {key for key in start if not key.endswith("num_batches_tracked")}
@@ -119,10 +119,10 @@ def test_what_the_reports_say_is_what_the_reopened_bundle_does(once):
 def test_tasks_are_removed_and_learned_again(bundle, teach, deciding, monkeypatch):
     opened = bundle(4)
     before = answers(opened.path)
-    with opened.changing():
-        opened.remove_task("checks")
-        opened.remove_task("greens")  # no task that is left owns norms
-        opened.rename_task("stripes", "bars")
+    with changing(opened) as change:
+        change.remove_task("checks")
+        change.remove_task("greens")  # no task that is left owns norms
+        change.rename_task("stripes", "bars")
     deciding(monkeypatch, False)
     report = teach("greens", opened.path)
     assert not report.record.only_head
@@ -137,8 +137,8 @@ def test_tasks_are_removed_and_learned_again(bundle, teach, deciding, monkeypatc
 @pytest.mark.parametrize("task", ["stripes", "checks"])
 def test_a_task_is_copied_to_a_bundle_that_has_learned_others(bundle, pixels, task):
     source, target = bundle(4, "source"), bundle(1, "target")
-    with target.changing():
-        target.copy_task(source, task, "copied")
+    with changing(target) as change:
+        change.copy_task(source, task, "copied")
     found, there = answers(target.path)["copied"], answers(source.path)[task]
     assert torch.equal(found, there)
 
@@ -256,8 +256,8 @@ def test_a_file_that_says_odd_things_is_refused(bundle, task, key, tensor, messa
     odd = {**state, key: tensor}
     if tensor is None:
         del odd[key]
-    with opened.changing():
-        opened.add_task("odd", TaskRecord(classes=("a", "b"), file=opened.store_task(odd, ["a", "b"])))
+    with changing(opened) as change:
+        change.add_task("odd", TaskRecord(classes=("a", "b"), file=change.store_task(odd, ["a", "b"])))
     net = opened.load_network(["reds"])
     with pytest.raises(BundleError, match=rf"\.safetensors: .*({message})"):
         opened.load_task(net, "odd")
@@ -266,7 +266,7 @@ def test_a_file_that_says_odd_things_is_refused(bundle, task, key, tensor, messa
 
 def test_a_head_alone_is_refused_where_no_pretrained_norms_are_kept(bundle, taught):
     settled, trained = bundle(1).task_state("reds"), Bundle.open(taught(1, "confit"))
-    with trained.changing():
-        trained.add_task("odd", TaskRecord(classes=("a", "b"), file=trained.store_task(settled, ["a", "b"])))
+    with changing(trained) as change:
+        change.add_task("odd", TaskRecord(classes=("a", "b"), file=change.store_task(settled, ["a", "b"])))
     with pytest.raises(BundleError, match=r"must have shape .* and is missing; is it the task of another network"):
         trained.load_network(["odd"])

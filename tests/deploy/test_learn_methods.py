@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from confitune.deploy import Bundle, BundleError, Predictor, TaskRecord
+from confitune.deploy import Bundle, BundleError, Predictor, TaskRecord, changing
 from confitune.deploy.folding import folded
 from confitune.methods import METHODS, create_method
 from confitune.nn import NoBatchNormError
@@ -200,9 +200,9 @@ def test_confit_says_that_it_needs_batch_norm(teach, tmp_path):
 def test_a_network_of_linear_layers_that_the_file_cannot_hold_is_not_built(real, tmp_path, monkeypatch):
     network = NETWORK.model_copy(update={"model": "vit_giant_patch14_224", "size": 224, "method": "linear-probe"})
     bundle = Bundle(tmp_path / "model", network)
-    with bundle.changing():
-        record = TaskRecord(classes=("a", "b"), file=bundle.store_task(real, ["a", "b"]))
-        bundle.add_task("a", record, {"patch_embed.proj.weight": torch.zeros(1408, 3, 14, 14)})
+    with changing(bundle) as change:
+        record = TaskRecord(classes=("a", "b"), file=change.store_task(real, ["a", "b"]))
+        change.add_task("a", record, {"patch_embed.proj.weight": torch.zeros(1408, 3, 14, 14)})
     monkeypatch.setattr("confitune.deploy.bundle.bundle.build_model", lambda name: pytest.fail("memory was taken"))
     with pytest.raises(BundleError, match="bytes cannot be the weights of vit_giant_patch14_224: they take 4"):
         bundle.load_network()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from confitune.deploy import Bundle, BundleError, TaskRecord
+from confitune.deploy import Bundle, BundleError, TaskRecord, changing
 from confitune.nn import backbones
 from deploy.shared import NETWORK, add, perturbed
 
@@ -34,9 +34,9 @@ def test_a_file_that_declares_other_tensors_is_refused_before_any_is_copied(
     if tensor is None:
         del hostile[key]
     bundle = Bundle(tmp_path / "model", NETWORK)
-    with bundle.changing():
-        add(bundle, "good", real, 1, shared=backbone)
-        bundle.add_task("bad", TaskRecord(classes=("a", "b"), file=bundle.store_task(hostile, ["a", "b"])))
+    with changing(bundle) as change:
+        add(change, "good", real, 1, shared=backbone)
+        change.add_task("bad", TaskRecord(classes=("a", "b"), file=change.store_task(hostile, ["a", "b"])))
     net = bundle.load_network(["good"])
     monkeypatch.setattr(torch, "cat", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(BundleError, match=rf"{bundle.record('bad').file.sha256}\.safetensors: .*{message}"):
@@ -46,16 +46,16 @@ def test_a_file_that_declares_other_tensors_is_refused_before_any_is_copied(
 
 def test_a_backbone_of_another_network_is_refused(real, tmp_path):
     bundle = Bundle(tmp_path / "model", NETWORK)
-    with bundle.changing():
-        add(bundle, "a", real, 1, shared={"stem.weight": torch.zeros(200_000)})
+    with changing(bundle) as change:
+        add(change, "a", real, 1, shared={"stem.weight": torch.zeros(200_000)})
     with pytest.raises(BundleError, match=r"\.safetensors: the shared weights are those of another network"):
         bundle.load_network()
 
 
 def test_a_network_that_the_file_cannot_hold_is_not_built(real, tmp_path, monkeypatch):
     bundle = Bundle(tmp_path / "model", NETWORK)
-    with bundle.changing():
-        add(bundle, "a", real, 1, shared={"stem.weight": torch.zeros(3)})
+    with changing(bundle) as change:
+        add(change, "a", real, 1, shared={"stem.weight": torch.zeros(3)})
     monkeypatch.setattr("confitune.deploy.bundle.bundle.build_model", lambda name: pytest.fail("memory was taken"))
     with pytest.raises(BundleError, match=r"\.safetensors: 148 bytes cannot be the weights of test_byobnet"):
         bundle.load_network()
@@ -64,8 +64,8 @@ def test_a_network_that_the_file_cannot_hold_is_not_built(real, tmp_path, monkey
 def test_a_network_that_cannot_be_looked_at_without_memory_is_not_built_either(real, tmp_path, monkeypatch):
     """torchvision's RegNets read their own numbers while they are built; the largest would take gigabytes."""
     bundle = Bundle(tmp_path / "model", NETWORK.model_copy(update={"model": "torchvision:regnet_y_400mf"}))
-    with bundle.changing():
-        add(bundle, "a", real, 1, shared={"stem.weight": torch.zeros(50_000)})
+    with changing(bundle) as change:
+        add(change, "a", real, 1, shared={"stem.weight": torch.zeros(50_000)})
     real_build = backbones.build_model
 
     def build(name):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from confitune.deploy import Bundle, BundleError, Predictor, check_tasks, image_files, predict_files
+from confitune.deploy import Bundle, BundleError, Predictor, changing, check_tasks, image_files, predict_files
 from confitune.tasks import DataError, DataMissingError, UnreadableImageError
 from deploy.shared import checked, damage_task, guess
 
@@ -468,9 +468,9 @@ def test_a_task_whose_finite_weights_overflow_harms_no_other(taught, pixels):
     bundle = Bundle.open(path)
     state = dict(bundle.task_state("stripes"))
     state["head.weight"] = torch.full_like(state["head.weight"], 3e38)
-    with bundle.changing():
-        stored = bundle.store_task(state, bundle.record("stripes").classes)
-        bundle.add_task("hostile", bundle.record("stripes").model_copy(update={"file": stored}))
+    with changing(bundle) as change:
+        stored = change.store_task(state, bundle.record("stripes").classes)
+        change.add_task("hostile", bundle.record("stripes").model_copy(update={"file": stored}))
     predictor = Predictor.from_bundle(path, device="cpu", unknown=False)
     for found in predictor.predict(pixels["reds"], [None] * 8):
         assert found.task == "reds"

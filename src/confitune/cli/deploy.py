@@ -140,7 +140,7 @@ def tasks_command(
 
       confitune tasks model --undo
     """
-    from confitune.deploy import Bundle, check_tasks
+    from confitune.deploy import Bundle, changing, check_tasks, go_back
     from confitune.deploy import remove_class as forget_class
     from confitune.engine import decoding_bar
     from confitune.experiments import terminal_table
@@ -150,18 +150,18 @@ def tasks_command(
     if undo and changes:
         raise ConfituneError("--undo goes back on its own: give the other changes afterwards")
     if undo:
-        opened.go_back()
+        go_back(opened)
     if changes:
-        with opened.changing():
+        with changing(opened) as change:
             if rename:
-                opened.rename_task(*rename)
+                change.rename_task(*rename)
             if remove:
-                opened.remove_task(remove)
+                change.remove_task(remove)
             if remove_class:
                 of_task, _, name = remove_class.partition("/")
-                forget_class(opened, of_task, name)
+                forget_class(change, of_task, name)
             if copy:
-                opened.copy_task(Bundle.open(copy[0]), copy[1])
+                change.copy_task(Bundle.open(copy[0]), copy[1])
     with decoding_bar(console) as testing:
         checked = check_tasks(opened, device, testing) if check else None
     accuracy = checked.accuracy if checked else {}

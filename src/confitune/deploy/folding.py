@@ -40,9 +40,7 @@ Run = Callable[[Tensor], Tensor]
 
 
 def folded(net: ContinualNet, task: str) -> nn.Sequential:
-    """The network of one task as a plain module on the CPU, in float32 and evaluation mode: images -> logits.
-
-    `net` does not change.
+    """A copy of one task's network as a plain module on the CPU, in float32 and evaluation mode: images -> logits.
 
     >>> from confitune.nn import Head, XconvNorms
     >>> layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
@@ -117,26 +115,24 @@ def _become(module: nn.Module, other: nn.Module) -> None:
 
 
 class Runners:
-    """Runners by name; those that were used longest ago make room.
+    """Runners by name, for images of `size` pixels; the least recently used ones make room.
 
     Args:
-        size: of the images, in pixels.
         most_bytes: that the weights of all runners may take; one is always kept.
     """
 
     def __init__(self, size: int, most_bytes: int = _BYTES) -> None:
-        self._example, self._most = torch.zeros(2, 3, size, size), most_bytes
-        self._compilers: dict[tuple[str, ...], Compiler] = {}  # one, unless methods add layers
+        self._example = torch.zeros(2, 3, size, size)
+        self._most = most_bytes
+        self._compilers: dict[tuple[str, ...], Callable[[Mapping[str, Tensor]], Run]] = {}  # by names of tensors
         self._asked: Counter[str] = Counter()
         self._keys: dict[str, str] = {}  # by name: the hash of the state, one for tasks that differ in heads alone
         self._made: OrderedDict[str, tuple[int, Run]] = OrderedDict()  # by hash, with bytes; the last was used last
 
     def find(self, name: str, backbone: Callable[[], nn.Module]) -> Run | None:
-        """The runner of a backbone; None while it is not worth making.
+        """The runner of the backbone that `backbone` makes; None while it is not worth making.
 
-        Args:
-            name: the same for the same state only.
-            backbone: makes it, of plain modules in evaluation mode.
+        A name stands for one state. The backbone is of plain modules, in evaluation mode.
         """
         self._asked[name] += 1
         key = self._keys.get(name, "")
@@ -160,12 +156,14 @@ class Runners:
     def _compiled(self, backbone: nn.Module) -> Run:
         """The backbone made fast; as it is where that fails, as a trace does with decisions that depend on images."""
         chance = torch.Generator().manual_seed(0)
-        state, images = backbone.state_dict(), torch.randn(3, *self._example.shape[1:], generator=chance)
-        expected, names = backbone(images), tuple(state)
+        images = torch.randn(3, *self._example.shape[1:], generator=chance)
+        expected = backbone(images)
+        state = backbone.state_dict()
+        names = tuple(state)
         try:
             if names not in self._compilers:
-                self._compilers[names] = Compiler(copy.deepcopy(backbone), self._example)
-            run = self._compilers[names].run(state)
+                self._compilers[names] = compiler(copy.deepcopy(backbone), self._example)
+            run = self._compilers[names](state)
             difference = float((run(images) - expected).abs().max())
         except Exception as error:  # whatever tracing and two runtimes can say
             _log.info("%s runs as it is: %s", type(backbone).__name__, error)
@@ -173,45 +171,43 @@ class Runners:
         return run if difference <= _TOLERANCE * max(1.0, float(expected.abs().max())) else backbone
 
 
-class Compiler:
-    """Makes states of one network fast.
+def compiler(backbone: nn.Module, example: Tensor) -> Callable[[Mapping[str, Tensor]], Run]:
+    """Makes any state of one network fast: tracing takes half a second, which the states share; each takes 50 ms then.
 
-    Args:
-        backbone: of which any state may be made fast later; it is changed.
-        example: two images.
+    `backbone` is changed; `example` is a batch of two images.
     """
+    with torch.no_grad(), _old_ways():
+        padding = _fix_padding(backbone, example)
+        traced: Any = torch.jit.trace(backbone, example, check_trace=False)  # type: ignore[no-untyped-call]
+        if find_spec("onnx") and find_spec("onnxruntime"):
+            return partial(_onnx_run, _graph(traced, example, padding))
+    return partial(_torch_run, traced)
 
-    def __init__(self, backbone: nn.Module, example: Tensor) -> None:
-        self._graph: Any = None
-        with torch.no_grad(), _old_ways():
-            padding = _fix_padding(backbone, example)
-            self._traced: Any = torch.jit.trace(backbone, example, check_trace=False)  # type: ignore[no-untyped-call]
-            if find_spec("onnx") and find_spec("onnxruntime"):
-                self._graph, self._traced = _graph(self._traced, example, padding), None
 
-    def run(self, state: Mapping[str, Tensor]) -> Run:
-        """Images to features in this state."""
-        if self._graph is None:
-            module = copy.deepcopy(self._traced)
-            module.load_state_dict(state)
-            with _old_ways():
-                return cast(Run, torch.jit.freeze(module))  # type: ignore[no-untyped-call]
-        onnxruntime: Any = import_module("onnxruntime")
-        model = copy.deepcopy(self._graph)
-        for tensor in model.graph.initializer:
-            tensor.raw_data = state[tensor.name].numpy().tobytes()
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # errors
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # there are many, and one runs
-        options.enable_cpu_mem_arena = False  # each would keep what its largest batch took
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        return lambda images: torch.from_numpy(session.run(None, {"images": images.contiguous().numpy()})[0])
+def _torch_run(traced: Any, state: Mapping[str, Tensor]) -> Run:
+    module = copy.deepcopy(traced)
+    module.load_state_dict(state)
+    with _old_ways():
+        return cast(Run, torch.jit.freeze(module))  # type: ignore[no-untyped-call]
+
+
+def _onnx_run(graph: Any, state: Mapping[str, Tensor]) -> Run:
+    onnxruntime: Any = import_module("onnxruntime")
+    model = copy.deepcopy(graph)
+    for tensor in model.graph.initializer:
+        tensor.raw_data = state[tensor.name].numpy().tobytes()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # there are many, and one runs
+    options.enable_cpu_mem_arena = False  # each would keep what its largest batch took
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.contiguous().numpy()})[0])
 
 
 @contextmanager
 def _old_ways() -> Iterator[None]:
-    """Without torch's word that it has other ways by now: they take seconds, these a quarter of one."""
+    """Without torch's deprecation warnings: its newer exporter takes seconds, this one a fraction of one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

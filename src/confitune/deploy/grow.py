@@ -11,55 +11,48 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from confitune.deploy.bundle import Bundle, BundleError, TaskRecord
-from confitune.deploy.held_out import Change, joined, keep_some, without_class
+from confitune.deploy.bundle import Bundle, BundleChange, BundleError, TaskRecord, changing
+from confitune.deploy.checks import Change
 from confitune.deploy.label_space import TaskFeatures
-from confitune.deploy.learn import LearnReport, LearnSettings, load_photos, train_settings, written
-from confitune.engine import Listener, evaluate, place_task
+from confitune.deploy.learn import (
+    LearnReport,
+    LearnSettings,
+    RunOptions,
+    keep_some,
+    load_photos,
+    train_settings,
+    written,
+)
+from confitune.engine import evaluate, place_task
 from confitune.methods.linear import fit_linear, folds_of
 from confitune.nn import ContinualNet
-from confitune.tasks import Images, Progress
+from confitune.tasks import Images
 
 
 def grow(
-    folder: Path,
-    task: str,
-    bundle: Path,
-    settings: LearnSettings | None = None,
-    *,
-    cache_dir: Path | None = None,
-    listener: Listener | None = None,
-    progress: Progress | None = None,
+    folder: Path, task: str, bundle: Path, settings: LearnSettings | None = None, **options: Unpack[RunOptions]
 ) -> LearnReport:
     """Add the photos below `folder` to a task of the bundle: of new classes, or of classes that it has.
 
-    Nothing of the bundle changes before everything is written: a process that is killed leaves it as it was.
+    As with `learn`, a process that is killed leaves the bundle as it was.
 
     Args:
         folder: one folder of images for each class, or images of one class, which is called like the folder.
-        task: its name.
+        task: the name of the task.
         bundle: the bundle's folder.
-        settings: of these seed, device, batch size, how many images to keep and what to skip matter.
-        cache_dir: for decoded images, see `load_tasks`.
-        listener: is told what a person should know.
-        progress: called as progress(what, done, total) while images are decoded.
+        settings: only seed, device, batch_size, keep and skip_broken matter.
+        options: see `RunOptions`.
     """
-    settings, began, opened = settings or LearnSettings(), time.monotonic(), Bundle.open(bundle)
-    with opened.changing():
-        record, network = opened.record(task), opened.network
+    began = time.monotonic()
+    settings = settings or LearnSettings()
+    opened = Bundle.open(bundle)
+    with changing(opened) as change:
+        record = opened.record(task)
         net, old = opened.load_network([task]), _kept_features(opened, task)
-        images = load_photos(
-            folder,
-            task,
-            network,
-            settings,
-            known=record.classes,
-            cache_dir=cache_dir,
-            progress=progress,
-            note=(listener or Listener()).note,
-        )
-        classes, training = images.classes, train_settings(settings, network.learner())
+        images = load_photos(folder, task, opened.network, settings, options, known=record.classes)
+        classes, training = images.classes, train_settings(settings, opened.network.learner())
         placed = place_task(images, training.torch_device(), training.pixels)
         net.to(training.torch_device())
         features = old.joined(TaskFeatures.of(net, opened.load_pretrained(), placed, training)).as_kept(len(classes))
@@ -71,28 +64,44 @@ def grow(
         changes, held_out = [], keep_some(images.test, settings.keep, settings.seed)
         if kept is not None:
             changes = [Change(f"{task}, earlier photos", before, evaluate(net, kept, training), len(kept.test))]
-            held_out = joined(kept.test, held_out)
+            held_out = _joined(kept.test, held_out)
         accuracy = evaluate(net, images, training)
-        record = _replace(opened, net, task, features, held_out, len(images.train) + record.images)
-    numbers, passed = net.storage()[task].beside_head, time.monotonic() - began
-    return LearnReport(task, record, accuracy, len(images.test), changes, len(changes), numbers, passed)
+        record = _replace(change, net, task, features, held_out, len(images.train) + record.images)
+    numbers = net.storage()[task].beside_head
+    return LearnReport(
+        task, record, accuracy, len(images.test), changes, len(changes), numbers, seconds=time.monotonic() - began
+    )
 
 
-def remove_class(bundle: Bundle, task: str, name: str) -> None:
-    """Forget a class of a task; the others answer as before, among themselves. For use within `changing`."""
+def remove_class(change: BundleChange, task: str, name: str) -> None:
+    """Forget a class of a task; the others answer as before, among themselves."""
+    bundle = change.bundle
     record = bundle.record(task)
     if name not in record.classes:
         raise BundleError(f"task {task!r} has no class {name!r}; it has {', '.join(record.classes)}")
     if len(record.classes) == 2:
         raise BundleError(f"a task needs at least two classes: remove the task {task!r} instead")
     features, net = _kept_features(bundle, task), bundle.load_network([task])
-    classes = tuple(other for other in record.classes if other != name)
     gone = record.classes.index(name)
-    rows, state = torch.tensor([n for n in range(len(record.classes)) if n != gone]), net.task_state_dict(task)
+    rows = torch.tensor([row for row in range(len(record.classes)) if row != gone])
+    classes = tuple(record.classes[row] for row in rows)
+    state = net.task_state_dict(task)
     _put_head(net, task, state["head.weight"][rows], state["head.bias"][rows], classes)
-    kept, some = bundle.held_out(task), features.without(gone)
-    images = None if kept is None else without_class(kept.test, gone)
-    _replace(bundle, net, task, some, images, record.images - len(features.labels) + len(some.labels))
+    kept, others = bundle.held_out(task), features.without(gone)
+    images = None if kept is None else _without_class(kept.test, gone)
+    _replace(change, net, task, others, images, record.images - len(features.labels) + len(others.labels))
+
+
+def _joined(kept: Images, more: Images) -> Images:
+    """What was kept before, and more."""
+    (pixels, labels), (new, new_labels) = (part.batch(torch.arange(len(part))) for part in (kept, more))
+    return Images(torch.cat([pixels, new]), torch.arange(len(kept) + len(more)), torch.cat([labels, new_labels]))
+
+
+def _without_class(images: Images, gone: int) -> Images:
+    """Those of the other classes, whose labels close the gap."""
+    others = images.only((images.labels != gone).nonzero().flatten())
+    return Images(others.pixels, others.rows, others.labels - (others.labels > gone).long())
 
 
 def _kept_features(bundle: Bundle, task: str) -> TaskFeatures:
@@ -113,12 +122,12 @@ def _put_head(net: ContinualNet, task: str, weight: Tensor, bias: Tensor, classe
 
 
 def _replace(
-    bundle: Bundle, net: ContinualNet, task: str, features: TaskFeatures, held_out: Images | None, images: int
+    change: BundleChange, net: ContinualNet, task: str, features: TaskFeatures, held_out: Images | None, images: int
 ) -> TaskRecord:
     """Write what the task is now and commit it; its accuracy is that on photos that were kept, where some were."""
-    changed = {**written(bundle, net, task, features, held_out), "images": images}
+    changed = {**written(change, net, task, features, held_out), "images": images}
     if changed["checked"] is not None:
         changed["accuracy"] = changed["checked"]
-    record = bundle.record(task).model_copy(update=changed)
-    bundle.replace_task(task, record)
+    record = change.bundle.record(task).model_copy(update=changed)
+    change.replace_task(task, record)
     return record

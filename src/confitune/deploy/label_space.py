@@ -52,7 +52,7 @@ class TaskFeatures:
         return cls(train, labels, held_out, held_out_labels, own)
 
     def state(self) -> dict[str, Tensor]:
-        """As named tensors, a byte a number."""
+        """As named tensors, one byte a number."""
         state = {"labels": self.labels.int(), "held_out_labels": self.held_out_labels.int()}
         for name in _PARTS:
             features = getattr(self, name)
@@ -121,10 +121,10 @@ def space_state(sums: FeatureSums, chosen: Gaussians) -> dict[str, Tensor]:
 def updated(
     sums: FeatureSums | None, classes: Mapping[str, int], features: Callable[[str], TaskFeatures]
 ) -> FeatureSums | None:
-    """Sums of exactly these tasks, given by their keys with how many classes each has; None: of none.
+    """Sums of exactly these tasks, given by their keys with their numbers of classes; None if there are none.
 
-    Of tasks that are gone they are taken back, of new ones added. Where a damaged one cannot be taken back, all are
-    added up anew; one that cannot be added is left out, and that is said.
+    Tasks that are gone are subtracted and new ones added. If a damaged one cannot be subtracted, all are added up anew;
+    one that cannot be added is left out with a warning.
     """
     try:
         if sums is not None:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import nn
+from typing_extensions import TypedDict, Unpack
 
-from confitune.deploy.bundle import Bundle, BundleError, MethodOptions, Network, TaskRecord
+from confitune.deploy.bundle import Bundle, BundleChange, BundleError, MethodOptions, Network, TaskRecord, changing
 from confitune.deploy.bundle.format import check_name, readable
+from confitune.deploy.checks import Change, check_earlier
 from confitune.deploy.folding import example_images
-from confitune.deploy.held_out import Change, check_earlier, keep_some
 from confitune.deploy.label_space import TaskFeatures
 from confitune.engine import DivergedError, Executor, Listener, TaskFit, epochs_of, evaluate, place_task
 from confitune.engine.evaluation import right_answers
@@ -58,49 +59,48 @@ class LearnReport:
     seconds: float
 
 
-def learn(
-    folder: Path,
-    task: str,
-    bundle: Path,
-    settings: LearnSettings | None = None,
-    *,
-    cache_dir: Path | None = None,
-    listener: Listener | None = None,
-    progress: Progress | None = None,
-) -> LearnReport:
-    """Learn the images below `folder` as one more task of the bundle, which is made where there is none.
+class RunOptions(TypedDict, total=False):
+    """Options of `learn` and `grow` that do not change what is learned."""
 
-    Nothing of the bundle changes before the task is learned and everything is written: a process that is killed
-    leaves it as it was.
+    cache_dir: Path | None  # for decoded images, see `load_tasks`
+    listener: Listener  # is told how it goes
+    progress: Progress | None  # called as progress(what, done, total) while images are decoded and tasks are tested
+
+
+def learn(
+    folder: Path, task: str, bundle: Path, settings: LearnSettings | None = None, **options: Unpack[RunOptions]
+) -> LearnReport:
+    """Learn the images below `folder` as one more task of the bundle, which is created if there is none.
+
+    The bundle changes only when the task is learned and everything is written: a process that is killed leaves it as
+    it was.
 
     Args:
-        folder: one folder of images for each class; a fifth is held out for testing, or train/ and test/ apart.
-        task: its name.
+        folder: one folder of images for each class, a fifth of which is held out for testing; or train/ and test/.
+        task: the name of the new task.
         bundle: the bundle's folder.
-        cache_dir: for decoded images, see `load_tasks`.
-        listener: is told how training goes.
-        progress: called as progress(what, done, total) while images are decoded and earlier tasks are tested.
+        options: see `RunOptions`.
     """
-    settings, began = settings or LearnSettings(), time.monotonic()
+    began = time.monotonic()
+    settings = settings or LearnSettings()
+    listener = options.get("listener") or Listener()
     check_name(task)
+    new: tuple[ContinualNet, nn.Module] | None = None
     if Bundle.exists(bundle):
         opened = Bundle.open(bundle)
         _require_same_network(opened, settings)
-        net = pretrained = None
     else:
-        opened, net, pretrained = _new_bundle(bundle, settings)
-    with opened.changing():
-        opened.require_new(task)
-        if net is None or pretrained is None or Bundle.exists(bundle):  # it may have been made meanwhile
+        opened, new = _new_bundle(bundle, settings)
+    with changing(opened) as change:
+        change.require_new(task)
+        if new is None or Bundle.exists(bundle):  # it may have been created meanwhile
             net, pretrained = opened.load_network(), opened.load_pretrained()
             _load_start(opened, net)
         else:
-            opened.store_pretrained(pretrained)
-        network, method = opened.network, opened.network.learner()
-        listener = listener or Listener()
-        images = load_photos(
-            folder, task, network, settings, cache_dir=cache_dir, progress=progress, note=listener.note
-        )
+            net, pretrained = new
+            change.store_pretrained(pretrained)
+        method = opened.network.learner()
+        images = load_photos(folder, task, opened.network, settings, options)
         training = train_settings(settings, method)
         listener.run_started(method.name, [task], epochs_of(images, training), 0)
         listener.task_started(0, task, 0)
@@ -113,45 +113,71 @@ def learn(
         _require_learned(net, images, training)
         only_head = net.tasks[task].owns == ("head",)
         accuracy = evaluate(net, images, training)
-        changes = check_earlier(opened, net, settings.check, settings.seed, progress)
+        changes = check_earlier(opened, net, settings.check, settings.seed, options.get("progress"))
         earlier = sum(record.held_out is not None for record in opened.tasks.values())
         listener.busy_with("keeping features of the photos")
         features = TaskFeatures.of(net, pretrained, placed, training)
         record = TaskRecord(
-            **written(opened, net, task, features, keep_some(images.test, settings.keep, settings.seed)),
+            **written(change, net, task, features, keep_some(images.test, settings.keep, settings.seed)),
             accuracy=accuracy,
             images=len(images.train),
             only_head=only_head,
             choice=method.choices.get(task, {}),
             epochs=0 if only_head else epochs_of(images, training),
         )
-        checked = {change.task: change.after for change in changes}
-        opened.add_task(task, record, net.shared_state_dict(), checked)
-    numbers, passed = net.storage()[task].beside_head, time.monotonic() - began
-    return LearnReport(task, record, accuracy, len(images.test), changes, earlier, numbers, passed)
+        checked = {earlier_task.task: earlier_task.after for earlier_task in changes}
+        change.add_task(task, record, net.shared_state_dict(), checked)
+    numbers = net.storage()[task].beside_head
+    return LearnReport(
+        task, record, accuracy, len(images.test), changes, earlier, numbers, seconds=time.monotonic() - began
+    )
 
 
 def written(
-    bundle: Bundle, net: ContinualNet, task: str, features: TaskFeatures, kept: Images | None
+    change: BundleChange, net: ContinualNet, task: str, features: TaskFeatures, kept: Images | None
 ) -> dict[str, Any]:
-    """Store what a task is now, with the held-out images to keep of it; gives what its record says of that."""
-    classes, tested = net.tasks[task].classes, None
+    """Store what a task is now, with the held-out images to keep of it; returns these fields of its record."""
+    classes = net.tasks[task].classes
+    tested = None
     if kept is not None and len(kept):
-        tested = Task(task, classes, kept, kept, bundle.network.preprocess())
+        tested = Task(task, classes, kept, kept, change.bundle.network.preprocess())
     return {
         "classes": classes,
-        "file": bundle.store_task(net.task_state_dict(task), classes),
-        "held_out": None if tested is None else bundle.store_held_out(tested.test),
-        "features": bundle.store_features(features),
+        "file": change.store_task(net.task_state_dict(task), classes),
+        "held_out": None if tested is None else change.store_held_out(tested.test),
+        "features": change.store_features(features),
         "checked": None if tested is None else evaluate(net, tested),
         "learned": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
-def load_photos(folder: Path, task: str, network: Network, settings: LearnSettings, **options: Any) -> Task:
-    """The images below a folder for a network; options are those of `load_folder_task`."""
-    shape: dict[str, Any] = {"mean": network.mean, "std": network.std, "size": network.size}
-    images = load_folder_task(folder, task, **shape, skip_broken=settings.skip_broken, **options)
+def keep_some(images: Images, most: int, seed: int = 0) -> Images:
+    """Up to `most` images, classes in turn."""
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    labels = images.labels.cpu()[order]
+    place = torch.zeros(len(order), dtype=torch.int64)  # of an image within its class
+    for label in labels.unique():
+        mine = labels == label
+        place[mine] = torch.arange(int(mine.sum()))
+    return images.only(order[torch.argsort(place, stable=True)[:most]].sort().values)
+
+
+def load_photos(
+    folder: Path, task: str, network: Network, settings: LearnSettings, options: RunOptions, known: Sequence[str] = ()
+) -> Task:
+    """The images below a folder for a network; `known` are the classes that the task has already."""
+    images = load_folder_task(
+        folder,
+        task,
+        mean=network.mean,
+        std=network.std,
+        size=network.size,
+        known=known,
+        skip_broken=settings.skip_broken,
+        cache_dir=options.get("cache_dir"),
+        progress=options.get("progress"),
+        note=(options.get("listener") or Listener()).note,
+    )
     for name in images.classes:
         try:
             readable(name)
@@ -191,7 +217,8 @@ def _require_learned(net: ContinualNet, task: Task, settings: TrainSettings) -> 
         )
 
 
-def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualNet, nn.Module]:
+def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, tuple[ContinualNet, nn.Module]]:
+    """A bundle without tasks, its network, and the pre-trained backbone."""
     _require_usable(settings.method)
     _require_of(settings.method, settings)
     with torch.random.fork_rng(devices=[]):
@@ -214,7 +241,7 @@ def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, ContinualN
         weights_sha256=backbone.weights_sha256,
     )
     pretrained = headless(copy.deepcopy(backbone.module))
-    return Bundle(path, network), network.around(backbone.module), pretrained
+    return Bundle(path, network), (network.around(backbone.module), pretrained)
 
 
 def _require_usable(method: str) -> None:

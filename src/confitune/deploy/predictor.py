@@ -6,7 +6,7 @@ import glob
 import io
 import logging
 import threading
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,14 +23,7 @@ from confitune.engine import TrainSettings
 from confitune.errors import ConfituneError
 from confitune.methods.gaussian import Gaussians
 from confitune.nn import ContinualNet
-from confitune.tasks import (
-    DataError,
-    DataMissingError,
-    Pipeline,
-    UnreadableImageError,
-    is_image_name,
-    open_rgb,
-)
+from confitune.tasks import DataError, DataMissingError, Pipeline, UnreadableImageError, is_image_name, open_rgb
 
 _log = logging.getLogger(__name__)
 MOST_PIXELS = 50_000_000  # of an image to predict: 7,000 pixels square
@@ -58,30 +51,32 @@ class Prediction:
 
 
 class Predictor:
-    """A bundle ready to answer. Threads may share one: they are answered one after the other, and decode together.
+    """A bundle ready to answer. Threads may share one: they decode in parallel and are answered one after the other.
 
-    On a CPU a task that is asked a second time gets a runner of its own, see `folding.py`: the first time a photo would
-    wait longer for it than for its answer.
+    On a CPU a task that is asked a second time gets a runner, see `folding.py`: making one takes longer than an answer.
 
     Args:
-        bundle: opened; what changes on disk later is seen after `renew`.
+        bundle: later changes on disk are seen after `renew`.
         device: 'auto', 'cpu', 'cuda', ...
         ready: how many tasks are kept in memory; others are read when they are asked for.
-        unknown: whether an image that looks like nothing that was learned is said to be unknown, at the price of one
-            in twenty that is not; else the likeliest class is named.
+        unknown: call images unknown that look like nothing that was learned (and one in twenty that does not); if
+            False, the most probable class is always named.
 
     Attributes:
-        outdated: whether the bundle on disk is another one by now that cannot be used.
-        unreadable: tasks whose files were found damaged or gone. A guess asks the pre-trained network alone for them.
+        outdated: whether the bundle on disk has changed and cannot be used.
+        unreadable: tasks whose files are damaged or gone. A guess asks the pre-trained network alone for them.
     """
 
     def __init__(self, bundle: Bundle, *, device: str = "auto", ready: int = 256, unknown: bool = True) -> None:
         if ready < 1:
             raise BundleError(f"at least one task must be kept ready, got {ready}")
-        self.name, self.ready, self.unknown = bundle.path.name, ready, unknown
+        self.name = bundle.path.name
+        self.ready = ready
+        self.unknown = unknown
         self.device = TrainSettings(device=device).torch_device()
         self.outdated = False
-        self._pipeline, self._lock = Pipeline(), threading.RLock()
+        self._pipeline = Pipeline()
+        self._lock = threading.RLock()
         self._heads: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()  # of tasks in memory, used last at the end
         self._seen = bundle.stamp()
         self._load(bundle)
@@ -99,7 +94,9 @@ class Predictor:
         self._heads.clear()
 
     def _take(self, bundle: Bundle) -> None:
-        self.bundle, self.version, self.preprocess = bundle, bundle.version, bundle.network.preprocess()
+        self.bundle = bundle
+        self.version = bundle.manifest.version
+        self.preprocess = bundle.network.preprocess()
         self.unreadable: set[str] = set()
         self._space: Gaussians | None = None  # once a task is to be guessed
         self._classes: list[tuple[str, str]] = []  # task and name of its classes
@@ -110,10 +107,7 @@ class Predictor:
         return self.bundle.tasks
 
     def renew(self) -> bool:
-        """Become what the bundle is on disk now, whole; where that is damaged or gone, stay what this is.
-
-        Takes no time where nothing has changed. Says whether something has.
-        """
+        """Follow the bundle on disk, unless it is damaged or gone. Returns whether it has changed."""
         if self.bundle.stamp() == self._seen:
             return False
         with self._lock:
@@ -151,20 +145,22 @@ class Predictor:
     ) -> list[Prediction]:
         """The answer for each image, all of one version of the bundle.
 
-        Files of a task are read when it is first asked for. Where two changes of the bundle have deleted them by then,
-        the newest version answers.
-
         Args:
             pixels: from `decode`, stacked.
-            tasks: of each image; None: whatever it looks like most, of all tasks.
+            tasks: of each image; None guesses it.
             top: so many classes, best first.
             among: the tasks that a guess may be one of; default: all.
         """
+
+        def answers(x: Tensor, task: str | None) -> list[Prediction]:
+            best = max(top, 1)
+            return self._guessed(x, best, among) if task is None else self._of_task(x, task, best)
+
         with self._lock:
             while True:
                 try:
-                    return self._answers(pixels, tasks, max(top, 1), among)
-                except BundleError:
+                    return self._by_task(pixels, tasks, answers)
+                except BundleError:  # two changes of the bundle may have deleted a task's files before they were read
                     if not self.renew():
                         raise
 
@@ -175,32 +171,25 @@ class Predictor:
 
     @torch.no_grad()
     def _by_task(self, pixels: Tensor, tasks: Sequence[Any], answer: Callable[..., Iterable[Any]]) -> list[Any]:
-        """What `answer` gives for each image; it is called with the inputs of all images of a task, and the task."""
+        """What `answer(inputs, task)` gives for each image; it is called once for all images of a task."""
         if len(pixels) != len(tasks):
             raise DataError(f"{len(pixels)} images and {len(tasks)} tasks: give one task for each image, or None")
-        of_task: dict[Any, list[int]] = defaultdict(list)
         found: dict[int, Any] = {}
-        for n, task in enumerate(tasks):
-            of_task[task].append(n)
-        for task, mine in of_task.items():
+        for task in dict.fromkeys(tasks):
+            mine = [n for n, other in enumerate(tasks) if other == task]
             x = self.preprocess(pixels[mine].to(self.device))
             found.update(zip(mine, answer(x, task), strict=True))
         return [found[n] for n in range(len(tasks))]
 
-    def _answers(
-        self, pixels: Tensor, tasks: Sequence[str | None], top: int, among: Sequence[str] | None
-    ) -> list[Prediction]:
-        def answer(x: Tensor, task: str | None) -> list[Prediction]:
-            if task is None:
-                return self._guessed(x, top, among)
-            classes, found = self.bundle.record(task).classes, []
-            for row in self._logits(x, task):
-                best = zip(*(part.tolist() for part in row.softmax(0).topk(min(top, len(classes)))), strict=True)
-                named = tuple((classes[place], share) for share, place in best)
-                found.append(Prediction(task, None, named, self.version))
-            return found
-
-        return self._by_task(pixels, tasks, answer)
+    def _of_task(self, x: Tensor, task: str, top: int) -> list[Prediction]:
+        """Answers where the task is given."""
+        classes = self.bundle.record(task).classes
+        shares, places = self._logits(x, task).softmax(1).topk(min(top, len(classes)))
+        found = []
+        for best, of_image in zip(places.tolist(), shares.tolist(), strict=True):
+            named = tuple((classes[place], share) for place, share in zip(best, of_image, strict=True))
+            found.append(Prediction(task, None, named, self.version))
+        return found
 
     def _logits(self, x: Tensor, task: str) -> Tensor:
         """Of images of one task, on the CPU."""

@@ -13,9 +13,10 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from confitune.deploy.server import Limits, create_app, running_server, serve
-from confitune.deploy.server.app import _listen
+from confitune.deploy.server import Limits, create_app, serve
+from confitune.deploy.server.app import listen
 from confitune.errors import ConfituneError
+from deploy.server.running import running_server
 from deploy.shared import until
 
 httpx = pytest.importorskip("httpx", reason="pip install httpx")
@@ -108,7 +109,7 @@ def test_an_address_that_is_not_there_is_said(where, words):
 
 def test_an_answer_is_sent_at_once():
     """Without TCP_NODELAY the second part of an answer waits 40 ms for the client's acknowledgement of the first."""
-    with _listen("127.0.0.1", 0) as listening:
+    with listen("127.0.0.1", 0) as listening:
         assert listening.proto == socket.IPPROTO_TCP  # asyncio sets it on such sockets alone
 
 
@@ -127,9 +128,9 @@ import sys
 PACKAGES = ("fastapi", "starlette", "uvicorn", "python_multipart")
 sys.modules.update(dict.fromkeys(PACKAGES))  # as if they were not installed
 import confitune.deploy
-from confitune.deploy.server import Limits, create_app, running_server, serve
+from confitune.deploy.server import Limits, create_app, serve
 from confitune.errors import ConfituneError
-for start in (lambda: create_app(None), lambda: serve(None), lambda: running_server(None).__enter__()):
+for start in (lambda: create_app(None), lambda: serve(None)):
     try:
         start()
     except ConfituneError as error:
@@ -154,7 +155,7 @@ def test_a_program_of_its_own():
     ) as process:
         try:
             missing = "the server needs packages that are not installed: pip install 'confitune[serve]'\n"
-            assert [process.stdout.readline() for _ in range(3)] == [missing] * 3
+            assert [process.stdout.readline() for _ in range(2)] == [missing] * 2
             said = process.stdout.readline()
             assert said.startswith("serving fake at http://127.0.0.1:")
             assert post(said.split()[3]).status_code == 200

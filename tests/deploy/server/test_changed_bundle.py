@@ -8,9 +8,9 @@ from functools import cache
 
 import pytest
 
-from confitune.deploy import Bundle, LearnSettings, Predictor, grow, remove_class
-from confitune.deploy.server import running_server
+from confitune.deploy import Bundle, LearnSettings, Predictor, changing, grow, remove_class
 from confitune.methods import METHODS
+from deploy.server.running import running_server
 from deploy.shared import damage_task, settling
 
 httpx = pytest.importorskip("httpx", reason="pip install httpx")
@@ -46,9 +46,8 @@ def shares(prediction):
 
 
 def change(path, work):
-    bundle = Bundle.open(path)
-    with bundle.changing():
-        work(bundle)
+    with changing(Bundle.open(path)) as opened:
+        work(opened)
 
 
 def names(client):
@@ -57,8 +56,8 @@ def names(client):
 
 def test_removed_and_renamed_tasks_are_noticed_between_two_requests(client, path, sent):
     before = ask(client, sent, "reds").json()["predictions"][0]
-    change(path, lambda bundle: bundle.remove_task("stripes"))  # which the server has not read yet
-    change(path, lambda bundle: bundle.rename_task("greens", "lawns"))  # its file is gone now
+    change(path, lambda change: change.remove_task("stripes"))  # which the server has not read yet
+    change(path, lambda change: change.rename_task("greens", "lawns"))  # its file is gone now
     guessed = ask(client, sent, None)
     assert guessed.status_code == 200, guessed.text
     assert guessed.json()["predictions"][0]["classes"][0]["name"].startswith("reds")  # or unknown, and nearest to it
@@ -66,7 +65,7 @@ def test_removed_and_renamed_tasks_are_noticed_between_two_requests(client, path
     assert ask(client, sent, "lawns").status_code == 200
     assert names(client) == ["reds", "lawns"]
     after = ask(client, sent, "reds").json()["predictions"][0]
-    assert before["version"] != after["version"] == Bundle.open(path).version
+    assert before["version"] != after["version"] == Bundle.open(path).manifest.version
     assert shares(after) == pytest.approx(shares(before), abs=1e-5)
     assert client.get("/healthz").json()["version"] == after["version"]
 
@@ -112,8 +111,8 @@ def test_a_bundle_that_was_damaged_meanwhile_is_served_as_it_was_opened(client, 
 def test_files_that_two_changes_deleted_are_not_missed(path, sent):
     predictor = Predictor.from_bundle(path, device="cpu")
     pixels = predictor.decode(sent)[None]
-    change(path, lambda bundle: bundle.remove_task("stripes"))
-    change(path, lambda bundle: bundle.rename_task("greens", "lawns"))  # with the sums of before, and stripes
+    change(path, lambda change: change.remove_task("stripes"))
+    change(path, lambda change: change.rename_task("greens", "lawns"))  # with the sums of before, and stripes
     (guessed,) = predictor.predict(pixels, [None], top=100)
     newest = Predictor.from_bundle(path, device="cpu")
     assert guessed == newest.predict(pixels, [None], top=100)[0]
@@ -139,7 +138,7 @@ def test_under_load_every_answer_is_that_of_the_version_it_names(kept, teach, ph
             files.append(out.getvalue())
 
     def keep():
-        version = Bundle.open(kept).version
+        version = Bundle.open(kept).manifest.version
         versions[version] = Predictor.from_bundle(shutil.copytree(kept, tmp_path / version), device="cpu")
 
     def asking(seed):
@@ -157,10 +156,10 @@ def test_under_load_every_answer_is_that_of_the_version_it_names(kept, teach, ph
     steps = [
         lambda: teach("blues", kept, epochs=1),
         lambda: grow(photos("stripes"), "reds", kept, settings, cache_dir=decoded),
-        lambda: change(kept, lambda bundle: bundle.rename_task("greens", "lawns")),
-        lambda: change(kept, lambda bundle: bundle.remove_task("blues")),
-        lambda: change(kept, lambda bundle: remove_class(bundle, "reds", "reds 0")),
-        lambda: change(kept, lambda bundle: bundle.rename_task("lawns", "greens")),
+        lambda: change(kept, lambda change: change.rename_task("greens", "lawns")),
+        lambda: change(kept, lambda change: change.remove_task("blues")),
+        lambda: change(kept, lambda change: remove_class(change, "reds", "reds 0")),
+        lambda: change(kept, lambda change: change.rename_task("lawns", "greens")),
     ]
     keep()
     with running_server(Predictor.from_bundle(kept, device="cpu")) as address:

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from confitune.deploy import Prediction
-from confitune.deploy.server import Limits, create_app, running_server
+from confitune.deploy.server import Limits, create_app
 from confitune.tasks import UnreadableImageError
+from deploy.server.running import running_server
 from deploy.shared import FakePredictor, known, until
 
 httpx = pytest.importorskip("httpx", reason="pip install httpx")

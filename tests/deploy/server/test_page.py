@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 
 from confitune.deploy import Prediction
-from confitune.deploy.server import Limits, running_server
+from confitune.deploy.server import Limits
 from confitune.tasks import open_rgb
+from deploy.server.running import running_server
 from deploy.shared import FakePredictor, known, until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright (its own browsers are not needed)")

@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 
 from confitune.deploy import Prediction
-from confitune.deploy.server import Limits, running_server
+from confitune.deploy.server import Limits
 from confitune.errors import ConfituneError
 from confitune.tasks import open_rgb
+from deploy.server.running import running_server
 from deploy.shared import FakePredictor, known
 
 httpx = pytest.importorskip("httpx", reason="pip install httpx")

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 
 from confitune.deploy import Predictor
-from confitune.deploy.server import Limits, running_server
+from confitune.deploy.server import Limits
+from deploy.server.running import running_server
 
 httpx = pytest.importorskip("httpx", reason="pip install httpx")
 pytest.importorskip("fastapi", reason="pip install 'confitune[serve]'")

@@ -91,6 +91,10 @@ class TaskRecord(_Record):
     epochs: int = Field(0, ge=0)
     learned: Text = Field("", description="when, ISO 8601")
 
+    def files(self) -> list[StoredFile]:
+        """Those that are the task's own."""
+        return [stored for stored in (self.file, self.held_out, self.features) if stored is not None]
+
     @property
     def newest_accuracy(self) -> float | None:
         """In percent, when it was last tested, or else when it was learned."""
@@ -137,14 +141,14 @@ class Manifest(_Record):
     backbone: StoredFile
     pretrained: StoredFile | None = Field(None, description="the network before its first task; often the backbone")
     sums: StoredFile | None = Field(None, description="of the features of all tasks")
-    lineage: Sha256 = Field(description="of all backbones up to this one")
+    lineage: Sha256 = Field(description="of all backbones up to this one: equal if every step of learning was the same")
     tasks: dict[Name, TaskRecord]
     versions: dict[str, str]
     written: Text
 
     @cached_property
     def version(self) -> str:
-        """Tells states of a bundle apart."""
+        """Another one after every change."""
         return checksum_of(self.model_dump(mode="json"))[:12]
 
     def shared_files(self) -> list[StoredFile]:
@@ -153,8 +157,8 @@ class Manifest(_Record):
 
     def files(self) -> set[str]:
         """Names of all files that it needs."""
-        of_tasks = [of for task in self.tasks.values() for of in (task.file, task.held_out, task.features)]
-        return {stored.name for stored in [*self.shared_files(), *of_tasks] if stored is not None}
+        of_tasks = [stored for task in self.tasks.values() for stored in task.files()]
+        return {stored.name for stored in [*self.shared_files(), *of_tasks]}
 
     def to_bytes(self) -> bytes:
         """As JSON, with a checksum of itself."""

@@ -10,10 +10,10 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors.torch import load, save
@@ -36,9 +36,9 @@ _FOLDER = f"({'|'.join(FOLDERS)})/"
 _OWN = re.compile(
     rf"{_FOLDER}[0-9a-f]{{64}}\.safetensors|({_FOLDER})?([0-9a-f]{{64}}|bundle|bundle\.before)\.[0-9a-f]{{32}}\.partial"
 )
-_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _INSIDE = 2  # times the image's size: what a layer may read, some networks pad their images
-_KINDS = {*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+_KINDS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_KINDS |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 
 
 def is_bundle(path: Path) -> bool:
@@ -56,8 +56,6 @@ class Store:
         self.root = root
         self._whole: set[str] = set()  # names of files that were compared
 
-    # ---- tensors -----------------------------------------------------------------------------------------------------
-
     def store(self, folder: Any, tensors: Mapping[str, Tensor], **about: object) -> StoredFile:
         """Write tensors to `<sha256>.safetensors`; the same ones again are not written again.
 
@@ -69,25 +67,26 @@ class Store:
         metadata = {"confitune": json.dumps({"holds": folder, **about}, sort_keys=True)}
         data = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, metadata)
         stored = StoredFile(folder=folder, sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+        self.write(stored, data)
+        return stored
+
+    def write(self, stored: StoredFile, data: bytes) -> None:
+        """Write a file, unless it is there and whole."""
         self._whole.discard(stored.name)
         try:
             self.check(stored)
         except DamagedError:  # or it is not there yet
-            (self.root / folder).mkdir(parents=True, exist_ok=True)
+            (self.root / stored.folder).mkdir(parents=True, exist_ok=True)
             write_whole(self.root / stored.name, lambda out: out.write(data))
-        return stored
 
     def check(self, stored: StoredFile) -> bytes:
         """The file as it was stored; raises if it is not that."""
         path = self.root / stored.name
-        try:
-            with open_plain(path) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != stored.bytes:
-                    raise DamagedError(f"{path} is damaged: {size} bytes, not {stored.bytes}; restore it from a copy")
-                data = file.read()
-        except OSError as error:
-            raise DamagedError(f"{path} cannot be read: {error}; restore it from a copy") from error
+        with self._opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != stored.bytes:
+                raise DamagedError(f"{path} is damaged: {size} bytes, not {stored.bytes}; restore it from a copy")
+            data = file.read()
         if stored.name not in self._whole and hashlib.sha256(data).hexdigest() != stored.sha256:
             raise DamagedError(f"{path} is damaged: its checksum does not match its name; restore it from a copy")
         self._whole.add(stored.name)
@@ -106,61 +105,54 @@ class Store:
             raise BundleError(f"{path} contains NaN or infinite values and cannot be used")
         return tensors
 
-    # ---- manifests ---------------------------------------------------------------------------------------------------
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[IO[bytes]]:
+        try:
+            with open_plain(path) as file:
+                yield file
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read: {error}; restore it from a copy") from error
 
     def write_manifest(self, name: str, manifest: Manifest) -> None:
         """The file is whole, or as it was."""
         write_whole(self.root / name, lambda out: out.write(manifest.to_bytes()))
 
-    def read_manifest(self, name: str = MANIFEST) -> Manifest:
+    def read_manifest(self, name: str) -> Manifest:
         """What a manifest says."""
         path = self.root / name
-        try:
-            with open_plain(path) as file:
-                data = file.read()
-        except OSError as error:
-            raise DamagedError(f"{path} cannot be read: {error}; restore it from a copy") from error
-        return Manifest.from_bytes(data, str(path))
+        with self._opened(path) as file:
+            return Manifest.from_bytes(file.read(), str(path))
+
+    def read_before(self) -> Manifest | None:
+        """The manifest before the last change; None if it cannot be read."""
+        with suppress(BundleError):
+            return self.read_manifest(BEFORE)
+        return None
 
     def newest(self) -> tuple[Manifest, str | None]:
-        """What the bundle is; where its manifest or what all tasks share is damaged, what it was before.
-
-        Returns:
-            The manifest, and what is damaged: None where it is the newest.
-        """
+        """The manifest and None; or, if it or a file that all tasks share is damaged, the one before and the damage."""
         if not is_bundle(self.root):
             raise BundleError(f"{self.root} is not a bundle: create one with `confitune learn`")
         self._require_own()
         while True:
             manifest = None
             try:
-                manifest = self.read_manifest()
-                return self._checked(manifest), None
+                manifest = self.read_manifest(MANIFEST)
+                return self.check_shared(manifest), None
             except DamagedError as error:
                 with suppress(DamagedError):
-                    if self.read_manifest() != manifest:
+                    if self.read_manifest(MANIFEST) != manifest:
                         continue  # it was changed twice meanwhile, and what the manifest named is gone
                 try:
-                    return self._checked(self.read_manifest(BEFORE)), str(error)
+                    return self.check_shared(self.read_manifest(BEFORE)), str(error)
                 except BundleError:
                     raise error from None
 
-    def before(self) -> Manifest:
-        """What the bundle was before its last change."""
-        before = self.read_manifest(BEFORE)
-        with suppress(DamagedError):
-            if before == self.read_manifest():  # as after the first task, and after going back
-                raise BundleError(
-                    f"nothing of {self.root} can be undone: only its last change, once, not its first task"
-                )
-        return self._checked(before)
-
-    def _checked(self, manifest: Manifest) -> Manifest:
+    def check_shared(self, manifest: Manifest) -> Manifest:
+        """Check the files that all tasks share."""
         for stored in manifest.shared_files():
             self.check(stored)
         return manifest
-
-    # ---- the folder --------------------------------------------------------------------------------------------------
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -177,12 +169,15 @@ class Store:
                 )
             yield
 
-    def leftovers(self, manifest: Manifest | None) -> list[Path]:
-        """Files with names that only a bundle gives which neither this manifest nor the one before needs."""
-        needed = set() if manifest is None else manifest.files()
-        with suppress(BundleError):
-            needed |= self.read_manifest(BEFORE).files()
-        return [self.root / name for name in self._names() if _OWN.fullmatch(name) and name not in needed]
+    def leftovers(self, *manifests: Manifest | None) -> set[str]:
+        """Names that only a bundle gives, of files that none of these manifests needs."""
+        needed = set().union(*(manifest.files() for manifest in manifests if manifest is not None))
+        return {name for name in self._names() if _OWN.fullmatch(name)} - needed
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files of the bundle; for use within `alone`."""
+        for name in names:
+            (self.root / name).unlink(missing_ok=True)
 
     def foreign(self) -> list[str]:
         """What is in the folder that no bundle writes."""

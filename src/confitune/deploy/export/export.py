@@ -185,7 +185,7 @@ def export_bundle(path: Path, task: str | None, out: Path | None = None, to: str
     net, ready = bundle.load_network(tasks), bundle.network.preprocess()
     name = path.resolve().name if task is None else task
     out = out or Path(re.sub(r"[^\w-]+", "_", name) + FORMATS[to].ENDING)
-    facts = {"version": bundle.version, "steps": [("resize", RESIZE), ("crop", CROP), *_steps(ready)]}
+    facts = {"version": bundle.manifest.version, "steps": [("resize", RESIZE), ("crop", CROP), *_steps(ready)]}
     export_network(net, task or tasks, out, size=bundle.network.size, preprocess=ready, facts=facts)
     return out, max(check_export(out, net, name, ready(_some_images(bundle, name))) for name in tasks)
 

@@ -1,6 +1,6 @@
 """A predictor over HTTP: answers in batches, bounded memory, a page to try it on."""
 
-from confitune.deploy.server.app import create_app, require_server_packages, running_server, serve
+from confitune.deploy.server.app import create_app, require_server_packages, serve
 from confitune.deploy.server.limits import Limits
 
-__all__ = ["Limits", "create_app", "require_server_packages", "running_server", "serve"]
+__all__ = ["Limits", "create_app", "require_server_packages", "serve"]

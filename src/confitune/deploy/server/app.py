@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,7 @@ def create_app(predictor: Predictor, limits: Limits | None = None, hosts: Sequen
     Its threads start and end with the app's lifespan. Limits of connections are the server's: `serve` sets them.
 
     Args:
-        hosts: names by which it may be asked for, besides localhost and addresses in numbers.
+        hosts: host names to accept, besides localhost and IP addresses.
     """
     require_server_packages()
     from fastapi import FastAPI
@@ -84,37 +83,21 @@ def serve(
     """Answer requests until Ctrl-C.
 
     Args:
-        predictor: what answers; the server is its only user.
-        host: the address to listen on; 0.0.0.0 is every one of this machine, for anyone who can reach it.
+        predictor: no one else may use it meanwhile.
+        host: the address to listen on; 0.0.0.0 listens on all, for anyone who can reach this machine.
         port: 0 takes a free one.
-        limits: of memory and time; None is the defaults.
-        hosts: names by which it may be asked for, besides `host`, localhost and addresses in numbers.
-        announce: is given one line with the address, once connections are taken.
+        hosts: host names to accept, besides `host`, localhost and IP addresses.
+        announce: called with one line that has the address, once connections are taken.
     """
-    server = _server(predictor, limits or Limits(), [host, *hosts])
-    with _listen(host, port) as listening:
-        announce(f"serving {predictor.name} at {_address(listening)} (Ctrl-C stops it)")
+    server = uvicorn_server(predictor, limits or Limits(), [host, *hosts])
+    with listen(host, port) as listening:
+        announce(f"serving {predictor.name} at {address_of(listening)} (Ctrl-C stops it)")
         with suppress(KeyboardInterrupt):  # uvicorn has closed everything by then, and passes it on
             server.run([listening])
 
 
-@contextmanager
-def running_server(
-    predictor: Predictor, *, host: str = "127.0.0.1", port: int = 0, limits: Limits | None = None
-) -> Iterator[str]:
-    """The server in a thread of this program, stopped at the end of the block; gives its address."""
-    server = _server(predictor, limits or Limits(), [host])
-    with _listen(host, port) as listening:
-        thread = threading.Thread(target=server.run, args=([listening],), name="confitune-serve")
-        thread.start()
-        try:
-            yield _address(listening)
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
@@ -126,12 +109,14 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=bound.detach())
 
 
-def _address(listening: socket.socket) -> str:
+def address_of(listening: socket.socket) -> str:
+    """The URL of a server on that socket."""
     host, port, *_ = listening.getsockname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _server(predictor: Predictor, limits: Limits, hosts: Sequence[str]) -> uvicorn.Server:
+def uvicorn_server(predictor: Predictor, limits: Limits, hosts: Sequence[str]) -> uvicorn.Server:
+    """The app with a server around it; it stops when its `should_exit` is set."""
     app = create_app(predictor, limits, hosts)
     import uvicorn
 

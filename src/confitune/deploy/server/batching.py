@@ -59,16 +59,11 @@ class Batcher:
         self._changed = threading.Condition()
         self._requests: deque[_Request] = deque()
         self._ready: deque[_Job] = deque()
-        self._waiting = 0
+        self.waiting = 0  # images that are let in and not yet in a batch
         self._stopped = self._failing = False
         self._decoders = ThreadPoolExecutor(limits.decoders, thread_name_prefix="confitune-decode")
         # A daemon: a predictor that never returns must not keep the process from ending.
         self._worker = threading.Thread(target=self._work, name="confitune-predict", daemon=True)
-
-    @property
-    def waiting(self) -> int:
-        """Images that are let in and not yet in a batch."""
-        return self._waiting
 
     @property
     def healthy(self) -> bool:
@@ -81,11 +76,11 @@ class Batcher:
 
     def check_room(self, images: int = 1) -> None:
         """Refuse if so many more images cannot wait."""
-        if self._waiting + images > self._limits.queue_images:
+        if self.waiting + images > self._limits.queue_images:
             raise Refusal(
                 429,
                 "busy",
-                f"{self._waiting} images are waiting, and the queue takes {self._limits.queue_images}: try again later",
+                f"{self.waiting} images are waiting, and the queue takes {self._limits.queue_images}: try again later",
                 retry_after=1,
             )
 
@@ -99,7 +94,7 @@ class Batcher:
         jobs = [_Job(name, data, task, top) for (name, data), task in zip(images, tasks, strict=True)]
         with self._changed:
             self.check_room(len(jobs))
-            self._waiting += len(jobs)
+            self.waiting += len(jobs)
             self._requests.append(_Request(deque(jobs), self._limits.pixels))
             for _ in jobs:
                 self._decoders.submit(self._decode_next)
@@ -136,7 +131,7 @@ class Batcher:
         job.data = b""
         with self._changed:
             if job.pixels is None:
-                self._waiting -= 1
+                self.waiting -= 1
             else:
                 job.ready_at = time.monotonic()
                 self._ready.append(job)
@@ -168,7 +163,7 @@ class Batcher:
                 lambda: len(self._ready) >= self._limits.max_batch or self._stopped, max(0.0, latest - time.monotonic())
             )
             batch = [self._ready.popleft() for _ in range(min(len(self._ready), self._limits.max_batch))]
-            self._waiting -= len(batch)
+            self.waiting -= len(batch)
         return [job for job in batch if job.answer.set_running_or_notify_cancel()]
 
     def _predict(self, batch: list[_Job]) -> None:
@@ -196,8 +191,6 @@ class Batcher:
         pixels = torch.stack([job.pixels for job in batch if job.pixels is not None])
         # As many classes as the most that anyone wants; each takes as many as it asked for.
         found = self._predictor.predict(pixels, [job.task for job in batch], max(job.top for job in batch))
-        if len(found) != len(batch):
-            raise RuntimeError(f"{len(found)} predictions for {len(batch)} images")
         for job, prediction in zip(batch, found, strict=True):
             _settle(job.answer, prediction)
 

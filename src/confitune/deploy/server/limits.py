@@ -1,6 +1,7 @@
-"""What a server takes of clients, how it says no, and the middleware that sees to it.
+"""What a server accepts from clients, how it refuses, and the middleware that does so.
 
-uvicorn takes a body as long as it comes and as slowly as it comes; here it is counted while it arrives. The server's
+uvicorn takes bodies of any length, however slowly they come; here they are counted while they arrive. Starlette limits
+one body and the parts of a form (see `routes.py`), but neither all bodies together nor how long they take. The server's
 packages are an extra, imported where they are needed.
 """
 
@@ -30,7 +31,7 @@ _ADDRESS = re.compile(r"([\d.]+|\[[\da-f:.]+\])(:\d+)?")  # in numbers, with or 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of memory and time, whatever clients send. How many pixels an image may have is the predictor's to say."""
+    """Bounds of memory and time, whatever clients send. The predictor limits the pixels of one image."""
 
     body_bytes: int = 32 * _MB  # of one request
     image_bytes: int = 16 * _MB  # of one image file
@@ -74,15 +75,6 @@ def unknown_task(name: str) -> Refusal:
     return Refusal(404, "unknown-task", f"there is no task {name[:100]!r}; /v1/tasks lists those that there are")
 
 
-def megabytes(count: int) -> str:
-    """A number of bytes in words.
-
-    >>> megabytes(32_000_000), megabytes(1_500)
-    ('32 MB', '0.0015 MB')
-    """
-    return f"{count / _MB:g} MB"
-
-
 @dataclass
 class Load:
     """Requests under way, and the bytes of their bodies."""
@@ -95,8 +87,8 @@ class Guard:
     """The middleware around an app.
 
     Args:
-        hosts: names of the server. A request for another name comes from a page of that name, which got a browser to
-            ask here by changing its own address; addresses in numbers, and localhost, cannot be changed so.
+        hosts: the server's names. A request for another name comes from a page of that name, which has pointed its own
+            name here (DNS rebinding); IP addresses and localhost are safe from that.
     """
 
     def __init__(self, app: ASGIApp, *, limits: Limits, load: Load, hosts: Iterable[str] = ()) -> None:
@@ -196,12 +188,12 @@ class _Exchange:
         self._held = 0
 
     def _check(self, count: int) -> None:
-        if self._held + count > self._limits.body_bytes:
-            most = megabytes(self._limits.body_bytes)
-            raise Refusal(413, "body-too-large", f"the request has more than {most}: send fewer or smaller images")
-        if self._load.body_bytes + count > self._limits.all_bodies_bytes:
-            most = megabytes(self._limits.all_bodies_bytes)
-            detail = f"requests under way hold {most} together: try again later"
+        most, most_of_all = self._limits.body_bytes, self._limits.all_bodies_bytes
+        if self._held + count > most:
+            detail = f"the request has more than {most / 1e6:g} MB: send fewer or smaller images"
+            raise Refusal(413, "body-too-large", detail)
+        if self._load.body_bytes + count > most_of_all:
+            detail = f"requests under way hold {most_of_all / 1e6:g} MB together: try again later"
             raise Refusal(429, "busy-bytes", detail, retry_after=1)
 
     async def _drop_the_rest(self) -> None:

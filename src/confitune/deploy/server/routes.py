@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from confitune.deploy.predictor import Prediction, Predictor
 from confitune.deploy.server.batching import Batcher
-from confitune.deploy.server.limits import Limits, Load, Refusal, megabytes, unknown_task
+from confitune.deploy.server.limits import Limits, Load, Refusal, unknown_task
 
 
 class ClassScore(BaseModel):
@@ -240,7 +240,7 @@ async def _read(request: Request, limits: Limits) -> tuple[list[tuple[str, bytes
         if not data:
             raise Refusal(422, "unreadable-image", f"the image {name} is empty", image=name)
         if len(data) > limits.image_bytes:
-            detail = f"the image {name} has more than {megabytes(limits.image_bytes)}: send a smaller one"
+            detail = f"the image {name} has more than {limits.image_bytes / 1e6:g} MB: send a smaller one"
             raise Refusal(413, "image-too-large", detail, image=name)
     return images, fields
 
