@@ -68,7 +68,15 @@ def test_a_new_task_starts_without_a_change():
     net.eval()
     with torch.no_grad(), net.as_pretrained():
         assert torch.equal(net.features(x), before)
-    assert all(not a.any() for a in net.parts["deltas"].a)
+    assert all(not b.any() for b in net.parts["deltas"].b)
+
+
+@pytest.mark.parametrize("products", [True, False])
+def test_a_change_can_be_learned_from_its_default_start(products):
+    net = network(products=products)
+    net.add_task("new", 2)
+    net.train()(torch.randn(4, 3, 12, 12)).square().sum().backward()
+    assert all(b.grad.any() for b in net.parts["deltas"].b)
     assert all(not b.any() for b in net.parts["deltas"].b)
 
 

@@ -2,8 +2,8 @@
 
 The change of a weight [O, I, K, K] is B A, with B [O, r] and A [r, I*K*K]; of a grouped convolution all groups share A.
 Rows of A may be products of a vector over input channels and a window (a CP decomposition): with 3 x 3 windows a number
-buys four times the rank. B starts at zero, so that a task starts from the unchanged network. A starts from directions
-that the method gives it: with random ones a small rank hardly learns.
+buys four times the rank. B starts at zero, so that a task starts from the unchanged network. A starts at random, as in
+LoRA, or from directions that the method gives it (`start_along`), with which a small rank learns far more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from confitune.errors import ConfituneError
 from confitune.nn.pairing import Flow
 from confitune.nn.parts.part import Part
 
-Start = Literal["previous", "pretrained", "random"]
+Start = Literal["previous", "random"]
 
 _MOST_NUMBERS = 36_000  # of a task's changes, unless a rank is asked for: more gained nothing
 _MOST_RANK = 4
@@ -31,14 +31,14 @@ class Deltas(Part):
 
     Args:
         rank: r; default: as large as 36,000 numbers allow, from 1 to 4.
-        start: a new task starts from the 'previous' task's change, or from none: B is zero, and A zero, too
-            ('pretrained'), or random as in LoRA.
+        start: a new task starts from the 'previous' task's change (the first one from zeros, which learn nothing until
+            `start_along`), or from none: B is zero and A 'random'.
         products: rows of A are products of channels and windows.
     """
 
     name = "deltas"
 
-    def __init__(self, rank: int | None = None, start: Start = "pretrained", products: bool = True) -> None:
+    def __init__(self, rank: int | None = None, start: Start = "random", products: bool = True) -> None:
         super().__init__()
         if rank is not None and rank < 1:
             raise ConfituneError(f"a change of rank {rank} changes nothing: give 1 or more")
@@ -88,11 +88,10 @@ class Deltas(Part):
 
     @torch.no_grad()
     def start(self, generator: torch.Generator | None) -> None:
-        if self.start_from != "previous":
-            torch._foreach_zero_(list(self.live(False).values()))
         if self.start_from == "random":
-            for a in self.a:
-                a.copy_(torch.randn(a.shape, generator=generator) / math.sqrt(a.shape[1]))
+            torch._foreach_zero_(list(self.b))
+            for factor in (*self.a, *self.windows):
+                factor.copy_(torch.randn(factor.shape, generator=generator) / math.sqrt(factor.shape[1]))
 
     def offered(self) -> list[nn.Parameter]:
         return [*self.a, *self.windows, *self.b]
