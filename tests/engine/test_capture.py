@@ -12,6 +12,7 @@ from torch import nn
 from confitune.engine import Executor, Listener, TrainSettings, fit, library_switches
 from confitune.engine.capture import _compiled as compile_backbone
 from confitune.engine.capture import _Drawing
+from confitune.engine.optimizer import Optimizers
 from confitune.engine.training import TaskFit
 from confitune.errors import ConfituneError
 from confitune.methods import METHODS, Method, create_method
@@ -412,14 +413,17 @@ def test_a_capture_that_fails_is_no_batch(make_net, graphs):
     assert [inputs.batches for inputs in net.parts["norms"].input_means] == [5, 5, 5]
 
 
-def test_the_learning_rate_reaches_steps_to_come(make_net):
-    executor = Executor(make_net("confit"), TrainSettings(device="cpu", lr=0.25))
-    assert (executor.lr_of(1.0), executor.lr_of(0.5)) == (0.25, 0.125)
-    executor.set_lr(0.125)
-    assert (executor.lr_of(1.0), executor.lr_of(0.5)) == (0.125, 0.0625)
-    executor._lrs = rates = {factor: torch.tensor(0.0) for factor in (1.0, 0.5)}  # a GPU's: captured steps read them
-    executor.set_lr(0.5)
+def test_the_learning_rate_reaches_steps_to_come():
+    optimizers = Optimizers(TrainSettings(device="cpu"), torch.device("cpu"))
+    optimizer = optimizers.make({1.0: [nn.Parameter(torch.ones(2))], 0.5: [nn.Parameter(torch.ones(3))]})
+    for lr in (0.25, 0.125):
+        optimizers.set_lr(optimizer, lr)
+        assert [group["lr"] for group in optimizer.param_groups] == [lr, lr / 2]
+    rates = optimizers._lrs = {1.0: torch.tensor(0.0), 0.5: torch.tensor(0.0)}  # a GPU's: captured steps read them
+    optimizers._device = torch.device("cuda")
+    optimizers.set_lr(optimizer, 0.5)
     assert [rate.item() for rate in rates.values()] == [0.5, 0.25]
+    assert all(group["lr"] is rates[group["factor"]] for group in optimizer.param_groups)
 
 
 def test_methods_say_no_more_than_what_tensors_hold_in_their_kind(make_fit, make_net, make_task):

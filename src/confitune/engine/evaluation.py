@@ -11,7 +11,7 @@ from torch.nn.functional import interpolate
 from confitune.engine.events import Listener
 from confitune.engine.feed import batches
 from confitune.engine.readings import Moment
-from confitune.engine.step import count_right
+from confitune.engine.step import autocast, count_right
 from confitune.nn import ContinualNet
 from confitune.settings import TrainSettings
 from confitune.tasks import Images, Task
@@ -41,9 +41,7 @@ def evaluate_all(
         right.append(right_answers(net, task, settings).double().mean())
         listener.task_tested(done, len(tasks))
     shares = torch.stack(right)
-    counted = Moment(shares.device)
-    counted.now()
-    listener.waiting(counted.passed)
+    listener.waiting(Moment(shares.device).passed)
     return [100.0 * share for share in shares.tolist()]
 
 
@@ -69,6 +67,6 @@ def outputs(
         x = task.inputs(pixels)  # in float32, whatever the network runs in
         if size not in (None, (x.shape[2], x.shape[3])):
             x = interpolate(x, size=size, mode="bilinear", antialias=True)
-        with torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16(device)):
+        with autocast(settings, device):
             found = network(x)
         yield found, labels

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from confitune.engine.feed import batches
-from confitune.engine.step import classification_loss
+from confitune.engine.step import autocast, classification_loss
 from confitune.errors import ConfituneError
 from confitune.methods import Method, Step
 from confitune.nn import ContinualNet
@@ -58,7 +58,7 @@ class Validation:
         with net.evaluating():
             for pixels, labels in batches(images, self.settings.eval_batch_size, device):
                 x = self.task.inputs(pixels)
-                with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.bf16(device)):
+                with autocast(self.settings, device):
                     features = net.features(x)
                     logits = net.head(features)
                 step = Step(x, features, logits, labels, net)

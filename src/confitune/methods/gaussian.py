@@ -33,22 +33,17 @@ def _unit(features: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FeatureSums:
-    """What is known of the features of all tasks' images.
+    """Sums over the features of all tasks' images, from which the classifier follows.
 
     >>> cats, dogs = torch.tensor([[3.0, 4.0], [4.0, 3.0]]), torch.tensor([[1.0, 0.0]])
     >>> one = FeatureSums.of(2).plus("pets", torch.cat([cats, dogs]), torch.tensor([0, 0, 1]), classes=2)
     >>> one.counts["pets"].tolist(), len(one.plus("more", dogs, torch.tensor([0]), 1).minus("more", dogs).sums)
     ([2.0, 1.0], 1)
-
-    Attributes:
-        second: [F, F], sum of x xT over all images.
-        counts: [K] by task, images of each class.
-        sums: [K, F] by task, sums of features of each class.
     """
 
-    second: Tensor
-    counts: Mapping[str, Tensor]
-    sums: Mapping[str, Tensor]
+    second: Tensor  # [F, F], sum of x xT over all images
+    counts: Mapping[str, Tensor]  # [K] by task, images of each class
+    sums: Mapping[str, Tensor]  # [K, F] by task, sums of features of each class
 
     @classmethod
     def of(cls, size: int) -> FeatureSums:
@@ -69,11 +64,7 @@ class FeatureSums:
         return FeatureSums(self.second - x.T @ x, counts, sums)
 
     def gaussians(self, ridge: float = _USUAL_RIDGE) -> Gaussians:
-        """The classifier over all classes.
-
-        Args:
-            ridge: share of the mean variance within classes that is added to all variances.
-        """
+        """The classifier over all classes; `ridge` times the mean variance within classes is added to all variances."""
         counts, sums = torch.cat(list(self.counts.values())), torch.cat(list(self.sums.values()))
         used, images = counts.clamp_min(1)[:, None], counts.sum()
         means, centre = sums / used, sums.sum(0) / images
@@ -138,31 +129,18 @@ class FeatureSums:
 
 @dataclass(frozen=True)
 class Gaussians:
-    """Classes of all tasks as normal distributions.
+    """Classes of all tasks as normal distributions."""
 
-    Attributes:
-        tasks: names.
-        of_class: [C], for each class the place of its task.
-        whiten: [F, F]; features times it have unit variance within classes.
-        means: [C, F], of classes, whitened.
-        offsets: [C], half of their squared lengths.
-        centre: [F], of all images.
-        whiten_all: [F, F]; features times it have unit variance.
-        ridge: that it was made with.
-        temperature: that logits are divided by.
-        threshold: images that are more unusual are unknown.
-    """
-
-    tasks: tuple[str, ...]
-    of_class: Tensor
-    whiten: Tensor
-    means: Tensor
-    offsets: Tensor
-    centre: Tensor
-    whiten_all: Tensor
+    tasks: tuple[str, ...]  # names
+    of_class: Tensor  # [C], for each class the position of its task
+    whiten: Tensor  # [F, F]; features times it have unit variance within classes
+    means: Tensor  # [C, F], of classes, whitened
+    offsets: Tensor  # [C], half of the squared lengths of the means
+    centre: Tensor  # [F], of all images
+    whiten_all: Tensor  # [F, F]; features times it have unit variance
     ridge: float
-    temperature: float = 1.0
-    threshold: float = math.inf
+    temperature: float = 1.0  # that logits are divided by
+    threshold: float = math.inf  # images that are more unusual are unknown
 
     def logits(self, features: Tensor) -> Tensor:
         """[N, C], log-likelihoods up to what all classes share."""
