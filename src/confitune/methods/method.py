@@ -112,7 +112,12 @@ class Method:
         METHODS[name] = cls
 
     def __init__(self, **options: Any) -> None:
-        self.options: Any = _checked(self.Options, self.name, options)
+        try:
+            self.options: Any = self.Options(**options)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            known = ", ".join(self.Options.model_fields) or "none"
+            raise ConfituneError(f"options of {self.name}: {problems} (there are: {known})") from error
         self.choices: dict[str, dict[str, Any]] = {}  # that it made for tasks, by name, and why: for people to read
         self.pull_most: float | None = None  # see `Pull.add_gradient`; set where steps would swing up without
         self.added: tuple[Method, ...] = ()  # methods that it is combined with, see `create_method`
@@ -229,13 +234,3 @@ class Method:
     def storage(self) -> int:
         """How many numbers are kept between tasks."""
         return sum(tensor.numel() for name in self.kept for tensor in getattr(self, name).values())
-
-
-def _checked(kind: type[BaseModel], name: str, options: Mapping[str, Any]) -> Any:
-    """The options of a method, or an error that says which are wrong and which there are."""
-    try:
-        return kind(**options)
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        known = ", ".join(kind.model_fields) or "none"
-        raise ConfituneError(f"options of {name}: {problems} (there are: {known})") from error
