@@ -6,7 +6,7 @@ from confitune.engine.context import epochs_of, steps_of
 from confitune.engine.evaluation import evaluate
 from confitune.engine.events import EpochEnd, Listener
 from confitune.engine.feed import batches, place, place_task
-from confitune.engine.label_space import LabelSpace, require_scenario
+from confitune.engine.label_space import require_scenario
 from confitune.engine.logs import CsvLog, TensorBoardLog
 from confitune.engine.parallel import Turns
 from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
@@ -23,7 +23,6 @@ __all__ = [
     "DivergedError",
     "EpochEnd",
     "Executor",
-    "LabelSpace",
     "Listener",
     "LiveProgress",
     "RunResult",

@@ -43,12 +43,9 @@ class _Captured:
 
 
 class Executor:
-    """Runs the steps of one network, which it takes to its device.
+    """Runs the steps of one network, which it moves to its device, as `settings.step` says.
 
-    Args:
-        settings: `step` says how: 'eager' launches kernel by kernel, 'graph' captures and replays, 'compile' has
-            torch.compile fuse the backbone's kernels first.
-        listener: is told how training goes, and when a network cannot be captured.
+    The listener is told how training goes, and when a network cannot be captured.
     """
 
     def __init__(self, net: ContinualNet, settings: TrainSettings, listener: Listener | None = None) -> None:

@@ -21,9 +21,7 @@ def evaluate(
     net: ContinualNet, task: Task, settings: TrainSettings | None = None, *, images: Images | None = None
 ) -> float:
     """Accuracy in percent on `images` (default: the task's test set), the task known."""
-    settings = settings or TrainSettings()
-    right = right_answers(net, task, settings, images)
-    return 100.0 * right.double().mean().item()
+    return 100.0 * right_answers(net, task, settings or TrainSettings(), images).double().mean().item()
 
 
 def evaluate_joined(net: ContinualNet, whole: Task, tasks: Sequence[Task], settings: TrainSettings) -> list[float]:
@@ -32,11 +30,9 @@ def evaluate_joined(net: ContinualNet, whole: Task, tasks: Sequence[Task], setti
     return [100.0 * mine.mean().item() for mine in right]
 
 
-def evaluate_all(
-    net: ContinualNet, tasks: Sequence[Task], settings: TrainSettings, listener: Listener | None = None
-) -> list[float]:
+def evaluate_all(net: ContinualNet, tasks: Sequence[Task], settings: TrainSettings, listener: Listener) -> list[float]:
     """Accuracy in percent on each task's test set; the device is read from once, at the end."""
-    listener, right = listener or Listener(), []
+    right = []
     for done, task in enumerate(tasks, 1):
         right.append(right_answers(net, task, settings).double().mean())
         listener.task_tested(done, len(tasks))
@@ -59,8 +55,7 @@ def outputs(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What a network, as it is, makes of images that are prepared as the task's are; batch by batch, with their labels.
 
-    Args:
-        size: that the network takes, if it is another one than that of the task's images.
+    They are resized where the network takes another `size`.
     """
     device = next(network.parameters()).device
     for pixels, labels in batches(images, settings.eval_batch_size, device):

@@ -167,8 +167,8 @@ class SequenceRun:
         if self.method.joint:
             return evaluate_joined(self.net, tasks[0], self.original.tasks, self.settings)
         if self._space is not None:
-            given, asks = self.scenario == "task", not self.method.sums_only
-            return self._space.accuracies(self.net, tasks, given=given, asks=asks, listener=self.listener)
+            given = self.scenario == "task"
+            return self._space.accuracies(self.net, tasks, given, not self.method.sums_only, self.listener)
         if self.method.separate:
             # Earlier networks were left as they were: there is nothing to measure again.
             before: list[float] = self.matrix[:index, index - 1].tolist()

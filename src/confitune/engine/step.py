@@ -137,12 +137,8 @@ def draw_noise(kind: str, steps: int, batch: int, generator: torch.Generator) ->
 def augment(x: Tensor, kind: str, noise: Tensor | None) -> Tensor:
     """Flip each image with probability 1/2 ('flip'), and cut a part of it out and enlarge that ('crop').
 
-    A part has at least a third of the image's area and sides between 3:4 and 4:3, anywhere in the image.
-
-    Args:
-        x: images [N, 3, H, W].
-        kind: of augmentation.
-        noise: one step's part of `draw_noise`, on the images' device; None leaves the images as they are.
+    A part has at least a third of the image's area and sides between 3:4 and 4:3, anywhere in the image. `noise` is one
+    step's part of `draw_noise`, on the device of the images [N, 3, H, W]; None leaves them as they are.
     """
     if noise is None:
         return x

@@ -1,4 +1,7 @@
-"""Train a network on one task: stages, steps, statistics."""
+"""Train a network on one task: the stages of its epochs, their steps, its statistics, and its end.
+
+What methods may use of the task meanwhile is in `context.py`, what one step computes in `step.py`.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +81,12 @@ class TaskFit(Learning):
         if len(task.train) < 2:
             raise ConfituneError(f"task {task.name!r} has {len(task.train)} training image; batch norm needs 2 or more")
         index = len(net.tasks) if index < 0 else index
-        self.validation = Validation.of(task, settings, derived_seed(settings.seed, "validation", index))
-        task = self.validation.task if self.validation else task
+        self.validation: Validation | None = None
+        if settings.validation:
+            self.validation = Validation(task, settings, derived_seed(settings.seed, "validation", index))
+            task = self.validation.task
+        elif settings.lr_patience is not None:
+            raise ConfituneError("lr_patience waits for a lower loss on images left out: set validation=0.1, too")
         super().__init__(executor, task, index)
         self.method = method
         self.hooks = method.hooks if hooks is None else tuple(hooks)
@@ -268,7 +275,8 @@ class TaskFit(Learning):
         than bfloat16 and, batch norm being cuDNN's then, faster; where it overflows, in bfloat16.
         """
         if self.net.observer.statistics == "running":
-            self.method.finish(self)
+            if not self.net.tasks[self.task.name].finished:
+                self.net.finish_task()
             self.report()
             return
         fast = self.device.type == "cuda" and self.settings.bf16(self.device)
@@ -277,7 +285,7 @@ class TaskFit(Learning):
             pixels = (pixels for pixels, _ in self._batches("pass", 0))
             kind = ("measure", dtype, self.task.preprocess)
             finite = self.net.measure(pixels, partial(self.executor, kind, partial(self.step.measure, dtype)))
-            self.method.finish(self)
+            self.net.finish_task()
             self.report()
             if bool(finite):
                 return

@@ -16,7 +16,6 @@ import torch
 
 from confitune.engine.feed import batches
 from confitune.engine.step import autocast, classification_loss
-from confitune.errors import ConfituneError
 from confitune.methods import Method, Step
 from confitune.nn import ContinualNet
 from confitune.settings import TrainSettings
@@ -33,13 +32,6 @@ class Validation:
         self.lr_factor = 1.0  # what the learning rate has come to
         self._lowest, self._waited = math.inf, 0  # the loss, and epochs since then
         self._best: dict[str, Any] | None = None  # the network of then
-
-    @classmethod
-    def of(cls, task: Task, settings: TrainSettings, seed: int) -> Validation | None:
-        """None where the settings leave no images out."""
-        if settings.lr_patience is not None and not settings.validation:
-            raise ConfituneError("lr_patience waits for a lower loss on images left out: set validation=0.1, too")
-        return cls(task, settings, seed) if settings.validation else None
 
     def look(self, net: ContinualNet, hooks: Sequence[Method]) -> None:
         """An epoch is over."""

@@ -153,7 +153,7 @@ class Best(Method):
         context.note(f"a head on pre-trained features ({why})")
         return True
 
-    def finish(self, context: TaskContext) -> None:
+    def end_task(self, context: TaskContext) -> None:
         context.net.finish_task(owns=None if self._own else ["norms", "deltas", "head"])
 
     # ---- training --------------------------------------------------------------------------------------------------

@@ -60,7 +60,8 @@ class FeatureSums:
     def minus(self, task: str, features: Tensor) -> FeatureSums:
         """Without a task, whose features are these."""
         x = _unit(features)
-        counts, sums = ({name: of for name, of in by.items() if name != task} for by in (self.counts, self.sums))
+        counts = {name: values for name, values in self.counts.items() if name != task}
+        sums = {name: values for name, values in self.sums.items() if name != task}
         return FeatureSums(self.second - x.T @ x, counts, sums)
 
     def gaussians(self, ridge: float = _USUAL_RIDGE) -> Gaussians:
@@ -71,7 +72,8 @@ class FeatureSums:
         within = (self.second - means.T @ sums) / images
         around = self.second / images - torch.outer(centre, centre)
         added = (ridge * within.diagonal().mean()).clamp_min(1e-9) * torch.eye(len(within), dtype=within.dtype)
-        whiten, whiten_all = (_whitening(covariance + added) for covariance in (within, around))
+        whiten = _whitening(within + added)
+        whiten_all = _whitening(around + added)
         tasks = tuple(self.counts)
         of_class = torch.cat([torch.full((len(self.counts[name]),), n) for n, name in enumerate(tasks)])
         white = means @ whiten
@@ -177,13 +179,9 @@ class Gaussians:
         return (of_tasks == most) | (of_tasks >= _NEARLY)
 
     def refine(self, probabilities: Tensor, task: int, images: Tensor, own: Tensor) -> None:
-        """Share out a task's probability among its classes as its own network does; in place.
+        """Share out a task's probability among its classes as its own network does; in place, in [N, C].
 
-        Args:
-            probabilities: [N, C], of all classes.
-            task: its place.
-            images: [N], which images its network was asked about.
-            own: [n, K], its answers for these.
+        `images` [N] says which images the network was asked about, `own` [n, K] are its answers.
         """
         mine = (self.of_class == task).nonzero().flatten()
         rows = images.nonzero()

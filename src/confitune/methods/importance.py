@@ -32,12 +32,10 @@ def fisher(
     """The diagonal of the Fisher information of the shared weights, averaged over the task's training images.
 
     Args:
-        estimator: 'batch' squares the gradient of the mean loss of batches of 20, times 20 (the CPR code); the others
-            square each sample's own: 'empirical' with its label, 'sampled' with a label drawn from the network's
-            prediction, 'exact' in expectation over the prediction.
+        estimator: see `EwcOptions`; all but 'batch' square the gradient of each sample by itself.
         mode: of batch norm; 'train' normalises by the moments of each batch (the CPR code).
         into: where it goes; the same tensors each time, so that a captured pass serves every task.
-        net: of which, if not the context's.
+        net: of which; default: the context's.
     """
     net = net or context.net
 

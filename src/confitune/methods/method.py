@@ -201,11 +201,7 @@ class Method:
         """Parameters have moved."""
 
     def end_task(self, context: TaskContext) -> None:
-        """After the last step of a task, before it is finished."""
-
-    def finish(self, context: TaskContext) -> None:
-        """Store the task for good, all of it or the parts that it needs."""
-        context.net.finish_task()
+        """After the last step of a task; one that is to own some parts only is finished here, by `finish_task`."""
 
     def captured_kind(self, index: int) -> Hashable:
         """What a captured step depends on besides the values of tensors; a new kind is captured anew.
