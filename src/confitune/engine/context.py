@@ -104,6 +104,16 @@ class Learning(TaskContext):
     def note(self, message: str) -> None:
         self.listener.note(f"task {self.task.name!r}: {message}")
 
+    @property
+    def steps_an_epoch(self) -> int:
+        """Batches in what is trained on."""
+        return steps_an_epoch(len(self._used), self.settings)
+
+    def _batches(self, purpose: str, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pixels and labels of as many images as an epoch takes, in random order."""
+        order = self._order(purpose, epoch)[: self.steps_an_epoch * self.batch_size]
+        return batches(self.task.train, self.batch_size, self.device, order)
+
     def _order(self, purpose: str, *number: int) -> Tensor:
         """Positions of the images that are trained on, in random order."""
         return self._used[torch.randperm(len(self._used), generator=self._generator(purpose, *number))]

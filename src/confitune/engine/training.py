@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from confitune.engine.capture import Executor
-from confitune.engine.context import Learning, steps_an_epoch
+from confitune.engine.context import Learning
 from confitune.engine.events import EpochEnd, Listener
-from confitune.engine.feed import batches, place_task, to_device
+from confitune.engine.feed import place_task, to_device
 from confitune.engine.readings import EpochReadings
 from confitune.engine.seeds import derived_generator, derived_seed
 from confitune.engine.step import TrainStep, draw_noise
@@ -110,11 +110,6 @@ class TaskFit(Learning):
         self.step = TrainStep(executor, task, self.hooks, self.optimizer)
         self._under_way: deque[tuple[Callable[..., EpochEnd], EpochReadings]] = deque()  # epochs that are not read yet
 
-    @property
-    def steps_an_epoch(self) -> int:
-        """Batches in what is trained on."""
-        return steps_an_epoch(len(self._used), self.settings)
-
     def fit(self, after_epoch: Callable[[], None] = lambda: None) -> None:
         """Train what is left of the task and finish it."""
         for hook in self.hooks:
@@ -195,7 +190,8 @@ class TaskFit(Learning):
     # ---- the steps of an epoch -------------------------------------------------------------------------------------
 
     def _train_epoch(self, stage: Stage, epoch: int) -> None:
-        settings, steps = self.settings, self.steps_an_epoch
+        settings = self.settings
+        steps = self.steps_an_epoch
         lr = self._set_lr(epoch)
         # Everything random in an epoch comes from its own seeds, so an epoch can be repeated without what came before.
         torch.manual_seed(self._seed("epoch", epoch))
@@ -223,11 +219,6 @@ class TaskFit(Learning):
         self._under_way.append((end_of, readings))
         # A GPU's numbers are read when it is an epoch further, so that it never waits for Python.
         self.report(all_but=1 if self.device.type == "cuda" else 0)
-
-    def _batches(self, purpose: str, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pixels and labels of as many images as an epoch takes, in random order."""
-        order = self._order(purpose, epoch)[: self.steps_an_epoch * self.batch_size]
-        return batches(self.task.train, self.batch_size, self.device, order)
 
     def _set_lr(self, epochs: float) -> float:
         lr = self.settings.lr * self.settings.lr_factor(epochs) * (self.validation.lr_factor if self.validation else 1)
