@@ -12,7 +12,7 @@ import os
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
@@ -119,12 +119,18 @@ class Executor:
                 self.net.observer.replayed(self._graphs[kind].seen)
             return output
         self._seen[kind] += 1
-        with self._compiling(kind, forward) if trains else nullcontext():
+        if trains and self.mode == "compile" and self._seen[kind] > 1 and self.net.observer.sizes_known:
+            if forward not in self._compiled:
+                self._compiled[forward] = _compiled(self.net)
+            self._backbone = self._compiled[forward]
+        try:
             if self._captures and self._seen[kind] == _NOT_CAPTURED and self.mode == "graph":
                 return self._watched(function, inputs)
             if self._captures and self._seen[kind] > _NOT_CAPTURED and self._capture(kind, function, inputs):
                 return self._replay(kind, inputs)  # a capture runs nothing, though Python has counted it
             return function(*inputs)
+        finally:
+            self._backbone = None
 
     def _watched(self, function: Callable[..., Tensor | None], inputs: Inputs) -> Tensor | None:
         """Run it, and see whether it waits for the device anywhere: a capture would break on that."""
@@ -145,17 +151,6 @@ class Executor:
         self.listener.note(
             f"this network cannot be captured as a CUDA graph and is trained kernel by kernel, which is slower: {why}"
         )
-
-    @contextmanager
-    def _compiling(self, kind: Hashable, forward: Hashable) -> Iterator[None]:
-        if self.mode == "compile" and self._seen[kind] > 1 and self.net.observer.sizes_known:
-            if forward not in self._compiled:
-                self._compiled[forward] = _compiled(self.net)
-            self._backbone = self._compiled[forward]
-        try:
-            yield
-        finally:
-            self._backbone = None
 
     def _replay(self, kind: Hashable, inputs: Inputs) -> Tensor | None:
         captured = self._graphs[kind]
