@@ -492,7 +492,7 @@ def test_a_missing_recipe(confitune, tmp_path):
             "vit_tiny_patch16_224 does not take images of 64 x 64 as in task 'task1' (Input height (64) doesn't match",
         ),
         ("--weights none.pth", "no weights file none.pth"),
-        ("--method nowhere.py:Mine", "nowhere.py to take a method from"),
+        ("--method nowhere.py:Mine", "nowhere.py: FileNotFoundError"),
         ("--dataset nowhere.py:load", "there is no file nowhere.py; write FILE.py:FUNCTION with its path"),
         ("--model test_resnet", "start.pth does not fit"),
         ("--dataset folder:nowhere", "the folder nowhere is not there"),

@@ -9,7 +9,7 @@ from confitune.engine import Executor, SequenceRun, TaskFit, TrainSettings, plac
 from confitune.methods import Method, create_method
 from confitune.tasks import Images, Preprocess, Task, TaskSequence
 
-_OF_RUN = ("checkpoint_epochs", "checkpoint_seconds", "weights", "scenario", "pretrained")
+_OF_RUN = ("checkpoint_seconds", "weights", "scenario", "pretrained")
 PREPROCESS = Preprocess((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 
 

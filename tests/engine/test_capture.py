@@ -1,6 +1,5 @@
 """How steps are run where there is no GPU: directly or compiled; and what torch is told meanwhile."""
 
-import copy
 import os
 import shutil
 from contextlib import nullcontext
@@ -12,9 +11,7 @@ from torch import nn
 from confitune.engine import Executor, Listener, TrainSettings, fit, library_switches
 from confitune.engine.capture import _compiled as compile_backbone
 from confitune.engine.capture import _Drawing
-from confitune.engine.training import TaskFit
 from confitune.errors import ConfituneError
-from confitune.methods import METHODS, Method, create_method
 from confitune.tasks import TaskSequence
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # the latter is only named here, never used
@@ -64,26 +61,6 @@ def test_execution_says_what_may_change_the_last_bits(options, device, text):
 def test_the_result_says_how_it_was_computed(make_run, sequence):
     result = make_run("linear-probe", epochs=1, tasks=sequence[:1], deterministic=True).run()
     assert result.execution == "fp32, eager, deterministic"
-
-
-def test_what_takes_part_in_steps_is_captured_for_each_task_unless_it_says_otherwise():
-    def nothing(self, *args):
-        return None
-
-    for hook in ("loss", "read_gradients", "add_gradients", "after_step"):
-        own = type("Own", (Method,), {hook: nothing})
-        assert [own().captured_kind(index) for index in range(3)] == [0, 1, 2]
-    for hook in ("begin_task", "begin_epoch", "end_task"):
-        own = type("Own", (Method,), {hook: nothing})
-        assert {own().captured_kind(index) for index in range(3)} == {None}
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_steps_of_all_later_tasks_are_captured_as_one(name):
-    kinds = [create_method(name).captured_kind(index) for index in range(4)]
-    assert len(set(kinds[1:])) == 1
-    pulls = name in ("ewc", "si", "rwalk", "mas", "afec")
-    assert (kinds[0] != kinds[1]) == pulls  # in a first task there is nothing to be pulled to
 
 
 # ---- torch's switches ------------------------------------------------------------------------------------------------
@@ -412,16 +389,6 @@ def test_a_capture_that_fails_is_no_batch(make_net, graphs):
     assert [inputs.batches for inputs in net.parts["norms"].input_means] == [5, 5, 5]
 
 
-def test_the_learning_rate_reaches_steps_to_come(make_net):
-    executor = Executor(make_net("confit"), TrainSettings(device="cpu", lr=0.25))
-    assert (executor.lr_of(1.0), executor.lr_of(0.5)) == (0.25, 0.125)
-    executor.set_lr(0.125)
-    assert (executor.lr_of(1.0), executor.lr_of(0.5)) == (0.125, 0.0625)
-    executor._lrs = rates = {factor: torch.tensor(0.0) for factor in (1.0, 0.5)}  # a GPU's: captured steps read them
-    executor.set_lr(0.5)
-    assert [rate.item() for rate in rates.values()] == [0.5, 0.25]
-
-
 def test_methods_say_no_more_than_what_tensors_hold_in_their_kind(make_fit, make_net, make_task):
     """One kind for tasks of one shape; another for another stage, another tracking, another head."""
 
@@ -442,22 +409,3 @@ def test_methods_say_no_more_than_what_tensors_hold_in_their_kind(make_fit, make
         smaller.kind(everything, True, 1),
     }
     assert len(kinds) == 4
-
-
-@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"optimizer": "adam"}, {"optimizer": "adamw"}])
-def test_the_state_of_optimizers_stays_where_it_is(make_net, make_task, options):
-    """So that captured steps serve later tasks; each task finds it at zero, also after one was resumed."""
-    settings = TrainSettings(epochs=2, batch_size=8, device="cpu", **options)
-    executor = Executor(make_net("confit"), settings)
-    before = None
-    for name in ("dark", "minus"):
-        fit = TaskFit(executor, make_task(name), create_method("confit"))
-        state = fit.optimizer.state
-        assert not any(values.any() for of_parameter in state.values() for values in of_parameter.values())
-        fit.fit()
-        assert any(values.any() for of_parameter in state.values() for values in of_parameter.values())
-        saved = copy.deepcopy(fit.state_dict())
-        fit.load_state_dict(saved)
-        where = [values.data_ptr() for of_parameter in fit.optimizer.state.values() for values in of_parameter.values()]
-        assert before in (None, where)
-        before = where

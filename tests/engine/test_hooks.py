@@ -299,7 +299,7 @@ def test_hooks_resume_with_the_run(make_method, make_run, tmp_path, base, epoch)
         (tmp_path / folder).mkdir(exist_ok=True)
         method = make_method(base, Counter())
         listeners = (CsvLog(tmp_path / folder), *listeners)
-        return make_run(method, epochs=5, folder=tmp_path / folder, listeners=listeners, checkpoint_epochs=1)
+        return make_run(method, epochs=5, folder=tmp_path / folder, listeners=listeners)
 
     whole = run("whole")
     reference = whole.run()

@@ -16,7 +16,7 @@ def read(losses, right=None, weights=()):
     """Readings of an epoch whose steps gave these losses and right answers, and which left these weights."""
     readings = EpochReadings(len(losses), CPU)
     for step, (loss, count) in enumerate(zip(losses, right or [0] * len(losses), strict=True)):
-        readings.put(step, torch.tensor([loss, float(count)]))
+        readings.put(step, torch.tensor([loss, float(count)]), 10)
     readings.close(iter([torch.zeros(2), *weights]))
     readings.copied.wait()
     return readings
@@ -41,12 +41,12 @@ def test_many_steps_are_summed_without_losing_digits():
 def test_what_was_put_is_a_copy():
     """A captured step gives its outcome in the same tensor each time."""
     readings, outcome = EpochReadings(2, CPU), torch.tensor([1.0, 2.0])
-    readings.put(0, outcome)
+    readings.put(0, outcome, 4)
     outcome.copy_(torch.tensor([3.0, 5.0]))
-    readings.put(1, outcome)
+    readings.put(1, outcome, 3)
     outcome.zero_()
     readings.close([torch.ones(1)])
-    assert (readings.loss, readings.right) == (2.0, 7)
+    assert (readings.loss, readings.right, readings.images) == (2.0, 7, 7)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -96,7 +96,7 @@ def test_whether_weights_are_finite_is_not_counted_as_a_step():
 def test_seconds_are_from_the_first_step_to_the_last():
     readings = EpochReadings(1, CPU)
     time.sleep(0.03)
-    readings.put(0, torch.zeros(2))
+    readings.put(0, torch.zeros(2), 4)
     readings.close([torch.zeros(1)])
     taken = readings.seconds
     time.sleep(0.03)

@@ -6,8 +6,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from torch.nn.functional import cross_entropy
 
-from confitune.engine import fit as engine_fit
-from confitune.methods import create_method, linear
+from confitune.methods import linear
 from confitune.methods.linear import FOLDS, fit_linear, folds_of, gain
 
 
@@ -106,16 +105,3 @@ def test_a_gain_is_told_with_its_standard_error():
     new = torch.tensor([True] * 60 + [False] * 40)
     assert gain(new, old) == pytest.approx((10.0, 100 * 10**0.5 / 100))
     assert gain(old, old) == (0.0, 0.0)
-
-
-def test_a_linear_probe_is_fitted_at_once_where_that_is_asked_for(make_net, tasks, make_settings):
-    options = {"linear-probe": {"converged": True}}
-    net, task = make_net("linear-probe", options), tasks[0]
-    x, labels = task.inputs(task.train.pixels[task.train.rows]), task.train.labels
-    with torch.no_grad():
-        features = net.backbone.eval()(x)
-    engine_fit(net, task, create_method("linear-probe", options), make_settings(epochs=50))
-    expected = fit_linear(features, labels, 3, folds_of(labels, 0))
-    with torch.no_grad():
-        found = net.eval()(x, "dark")
-    torch.testing.assert_close(found.argmax(1), (features @ expected.weight.T + expected.bias).argmax(1))

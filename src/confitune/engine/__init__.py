@@ -2,16 +2,17 @@
 
 from confitune.engine.capture import Executor, library_switches
 from confitune.engine.checkpoint import BEFORE, CHECKPOINT, Checkpoint, differences
+from confitune.engine.context import epochs_of, steps_of
 from confitune.engine.evaluation import evaluate
 from confitune.engine.events import EpochEnd, Listener
 from confitune.engine.feed import batches, place, place_task
-from confitune.engine.label_space import LabelSpace, require_scenario
+from confitune.engine.label_space import require_scenario
 from confitune.engine.logs import CsvLog, TensorBoardLog
 from confitune.engine.parallel import Turns
 from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
 from confitune.engine.result import RunResult, add_result, command_line, read_results, summary_of, versions
 from confitune.engine.run import SequenceRun, network_sha256
-from confitune.engine.training import DivergedError, TaskFit, epochs_of, fit, steps_of
+from confitune.engine.training import DivergedError, TaskFit, fit
 from confitune.settings import TrainSettings
 
 __all__ = [
@@ -22,7 +23,6 @@ __all__ = [
     "DivergedError",
     "EpochEnd",
     "Executor",
-    "LabelSpace",
     "Listener",
     "LiveProgress",
     "RunResult",

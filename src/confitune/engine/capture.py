@@ -12,7 +12,7 @@ import os
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
@@ -43,12 +43,9 @@ class _Captured:
 
 
 class Executor:
-    """Runs the steps of one network, which it takes to its device.
+    """Runs the steps of one network, which it moves to its device, as `settings.step` says.
 
-    Args:
-        settings: `step` says how: 'eager' launches kernel by kernel, 'graph' captures and replays, 'compile' has
-            torch.compile fuse the backbone's kernels first.
-        listener: is told how training goes, and when a network cannot be captured.
+    The listener is told how training goes, and when a network cannot be captured.
     """
 
     def __init__(self, net: ContinualNet, settings: TrainSettings, listener: Listener | None = None) -> None:
@@ -57,8 +54,6 @@ class Executor:
         self.mode = settings.step_mode(self.device)
         # In the order that convolutions are faster in: on GPUs, and on CPUs depthwise ones above all.
         net.to(self.device).to(memory_format=torch.channels_last)
-        self._lrs: dict[float, Tensor] = {}  # by factor; on a GPU at addresses that captured steps rely on
-        self._lr = settings.lr
         self.optimizers = Optimizers(settings, self.device)
         # One for good: libraries keep tens of megabytes for every stream they have seen.
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -73,28 +68,23 @@ class Executor:
     @contextmanager
     def session(self) -> Iterator[None]:
         """Within, steps may be run: library switches as the settings ask, and a stream of this network's own."""
-        with library_switches(self.settings, self.mode), _on_stream(self._stream):
-            yield
+        with library_switches(self.settings, self.mode):
+            if self._stream is None:
+                yield
+                return
+            before = torch.cuda.current_stream(self.device)
+            self._stream.wait_stream(before)
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield
+            finally:
+                before.wait_stream(self._stream)
 
     def of(self, other: ContinualNet) -> Executor:
         """The executor of another network, the same each time. Nobody is told how that one's training goes."""
         if id(other) not in self._others:
             self._others[id(other)] = Executor(other, self.settings)
         return self._others[id(other)]
-
-    def lr_of(self, factor: float) -> float | Tensor:
-        """The learning rate of a group of parameters; on a GPU a tensor that follows `set_lr`."""
-        if self.device.type != "cuda":
-            return self._lr * factor
-        if factor not in self._lrs:
-            self._lrs[factor] = torch.tensor(self._lr * factor, device=self.device)
-        return self._lrs[factor]
-
-    def set_lr(self, lr: float) -> None:
-        """The learning rate of the steps to come, captured ones included."""
-        self._lr = lr
-        for factor, tensor in self._lrs.items():
-            tensor.fill_(lr * factor)
 
     def features(self, x: Tensor) -> Tensor:
         """What the backbone makes of training images, by compiled code where that is there."""
@@ -129,12 +119,18 @@ class Executor:
                 self.net.observer.replayed(self._graphs[kind].seen)
             return output
         self._seen[kind] += 1
-        with self._compiling(kind, forward) if trains else nullcontext():
+        if trains and self.mode == "compile" and self._seen[kind] > 1 and self.net.observer.sizes_known:
+            if forward not in self._compiled:
+                self._compiled[forward] = _compiled(self.net)
+            self._backbone = self._compiled[forward]
+        try:
             if self._captures and self._seen[kind] == _NOT_CAPTURED and self.mode == "graph":
                 return self._watched(function, inputs)
             if self._captures and self._seen[kind] > _NOT_CAPTURED and self._capture(kind, function, inputs):
                 return self._replay(kind, inputs)  # a capture runs nothing, though Python has counted it
             return function(*inputs)
+        finally:
+            self._backbone = None
 
     def _watched(self, function: Callable[..., Tensor | None], inputs: Inputs) -> Tensor | None:
         """Run it, and see whether it waits for the device anywhere: a capture would break on that."""
@@ -155,17 +151,6 @@ class Executor:
         self.listener.note(
             f"this network cannot be captured as a CUDA graph and is trained kernel by kernel, which is slower: {why}"
         )
-
-    @contextmanager
-    def _compiling(self, kind: Hashable, forward: Hashable) -> Iterator[None]:
-        if self.mode == "compile" and self._seen[kind] > 1 and self.net.observer.sizes_known:
-            if forward not in self._compiled:
-                self._compiled[forward] = _compiled(self.net)
-            self._backbone = self._compiled[forward]
-        try:
-            yield
-        finally:
-            self._backbone = None
 
     def _replay(self, kind: Hashable, inputs: Inputs) -> Tensor | None:
         captured = self._graphs[kind]
@@ -263,20 +248,6 @@ def _compiled(net: ContinualNet) -> Callable[[Tensor], Tensor]:
     own = FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
     compiled: Callable[[Tensor], Tensor] = torch.compile(own, dynamic=False)
     return compiled
-
-
-@contextmanager
-def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    if stream is None:
-        yield
-        return
-    before = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(before)
-    try:
-        with torch.cuda.stream(stream):
-            yield
-    finally:
-        before.wait_stream(stream)
 
 
 @contextmanager

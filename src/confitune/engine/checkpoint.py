@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,29 +57,39 @@ class Checkpoint:
 
         `note` is told where the newest is damaged and the one before is taken.
         """
-        there = [folder / name for name in (CHECKPOINT, BEFORE) if (folder / name).exists()]
         damaged: list[str] = []
-        for path in there:
+        for path in (folder / CHECKPOINT, folder / BEFORE):
+            if not path.exists():
+                continue
             try:
-                values = values_of(read_sealed(path))
-                checkpoint = TypeAdapter(cls).validate_python(values)
-                if differing := differences(checkpoint.config, config):
-                    raise ConfituneError(f"{path} was made with another configuration ({differing}); delete it")
+                with fitting(path):
+                    checkpoint = TypeAdapter(cls).validate_python(values_of(read_sealed(path)))
+                    differing = differences(checkpoint.config, config)
             except DamagedFileError as error:
                 damaged.append(str(error))
                 continue
-            except ConfituneError:
-                raise
-            except Exception as error:  # each library has its own errors
-                raise ConfituneError(
-                    f"{path} is no checkpoint of this version ({str(error)[:300]}); delete it to start this run anew"
-                ) from error
+            if differing:
+                raise ConfituneError(f"{path} was made with another configuration ({differing}); delete it")
             if damaged:
                 note(f"{damaged[0]}; going on from {path.name} instead")
             return checkpoint
         if damaged:
             raise ConfituneError(f"{'; '.join(damaged)}; delete {folder} to start this run anew")
         return None
+
+
+@contextmanager
+def fitting(path: Path) -> Iterator[None]:
+    """Within, a checkpoint is used that may be of another version or network, though its checksum is right."""
+    try:
+        yield
+    except ConfituneError:
+        raise
+    except Exception as error:  # each library and each part of a network has its own errors
+        raise ConfituneError(
+            f"{path} is no checkpoint of this version or of this run ({type(error).__name__}: {str(error)[:300]}); "
+            "delete it to start this run anew"
+        ) from error
 
 
 def differences(found: dict[str, Any], wanted: dict[str, Any]) -> str:

@@ -1,9 +1,10 @@
-"""What methods may use of the task that is learned (`TaskContext`), beside training steps: its images above all."""
+"""A task and the network that learns it: what methods may use of both (`TaskContext`)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -11,70 +12,114 @@ from torch import Tensor
 from confitune.engine.capture import Executor
 from confitune.engine.feed import batches, to_device
 from confitune.engine.seeds import derived_generator, derived_seed
+from confitune.engine.step import autocast, classification_loss
+from confitune.methods import TaskContext
 from confitune.nn import ContinualNet
+from confitune.settings import TrainSettings
 from confitune.tasks import Task
 
 _AT_ONCE = 256  # images whose features are taken
 _ROUND = 16  # sizes of their batches are multiples of it: for each new one a GPU's libraries choose algorithms anew
 
 
-class TaskImages:
-    """The task with this index (from 0), learned by the executor's network for so many epochs."""
+def epochs_of(task: Task, settings: TrainSettings) -> int:
+    """How many epochs the task is trained for: more where it has few images and a number of steps is asked for."""
+    return max(settings.epochs, math.ceil(settings.min_steps / steps_an_epoch(len(task.train), settings)))
 
-    def __init__(self, executor: Executor, task: Task, index: int, epochs: int) -> None:
-        self.executor, self.task, self.index = executor, task, index
-        self.net, self.listener, self.device = executor.net, executor.listener, executor.device
-        self.settings = executor.settings.model_copy(update={"epochs": epochs})
-        self.seed = derived_seed(self.settings.seed, "penalty", index)
-        self.batch_size = min(self.settings.batch_size, len(task.train))
-        self._used = torch.arange(len(task.train))  # positions of the images that are trained on
 
-    @property
-    def epochs(self) -> int:
-        """That the task is trained for."""
-        return self.settings.epochs
+def steps_of(task: Task, settings: TrainSettings) -> int:
+    """How many training steps the task takes."""
+    return epochs_of(task, settings) * steps_an_epoch(len(task.train), settings)
 
-    @property
-    def images(self) -> int:
-        """In the training set."""
-        return len(self.task.train)
 
-    @property
-    def labels(self) -> Tensor:
-        """Of the training images, on the device."""
-        return self.task.train.labels.to(self.device)
+def steps_an_epoch(images: int, settings: TrainSettings) -> int:
+    """Whole batches, and what is left over if it is asked for; one image alone has no batch moments.
+
+    >>> both = [TrainSettings(batch_size=4, last_batch=with_rest) for with_rest in (False, True)]
+    >>> [steps_an_epoch(images, settings) for images in (8, 9, 10, 3) for settings in both]
+    [2, 2, 2, 2, 2, 3, 1, 1]
+    """
+    size = min(settings.batch_size, images)
+    return images // size + (settings.last_batch and images > size and images % size > 1)
+
+
+class Learning(TaskContext):
+    """The task with this index (from 0), learned by the executor's network."""
+
+    def __init__(self, executor: Executor, task: Task, index: int) -> None:
+        self.executor = executor
+        self.net = executor.net
+        self.device = executor.device
+        self.listener = executor.listener
+        self.task = task
+        self.index = index
+        self.epochs = epochs_of(task, executor.settings)
+        self.epoch = 0
+        self.settings = executor.settings.model_copy(update={"epochs": self.epochs})
+        self.images = len(task.train)
+        self.labels = task.train.labels.to(self.device)
+        self.batch_size = min(self.settings.batch_size, self.images)
+        self.seed = self._seed("penalty")
+        self._used = torch.arange(self.images)  # positions of the images that are trained on
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and labels in a random order of the task's own: files are sorted by class."""
+        # In random order, because files are sorted by class.
         for pixels, labels in batches(self.task.train, size, self.device, self._order("importance")):
             yield self.task.inputs(pixels), labels
 
     def train_on(self, positions: Tensor) -> None:
-        """Use only the training images at these positions from now on."""
         self._used = positions
 
     def features(self, positions: Tensor) -> Tensor:
-        """Of the training images at these positions, in random batches of one size, whatever the settings are."""
-        order = torch.randperm(len(positions), generator=derived_generator(self.settings.seed, "features", self.index))
+        # In random batches of one size, whatever the settings are.
+        order = torch.randperm(len(positions), generator=self._generator("features"))
         count = math.ceil(len(positions) / _AT_ONCE)
         size = _ROUND * math.ceil(len(positions) / count / _ROUND)
         filled = order.repeat(math.ceil(count * size / len(order)))[: count * size]  # the last batch from the start
         found = []
         for pixels, _ in batches(self.task.train, size, self.device, positions[filled]):
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.bf16(self.device)):
+            with autocast(self.settings, self.device):
                 found.append(self.net.features(self.task.inputs(pixels)).float())
         return torch.cat(found)[to_device(order.argsort(), self.device)]
 
-    def _order(self, purpose: str, *number: int) -> Tensor:
-        """Positions of the images that are trained on, in random order."""
-        generator = derived_generator(self.settings.seed, purpose, self.index, *number)
-        return self._used[torch.randperm(len(self._used), generator=generator)]
+    def gradients(self, parameters: Sequence[Tensor], batches: int) -> list[Tensor]:
+        sums = [torch.zeros_like(parameter) for parameter in parameters]
+        self.net.train()
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        with self.net.observer.untracked():
+            for x, labels in islice(self.batches(self.batch_size), batches):
+                with autocast(self.settings, self.device):
+                    logits = self.net(x)
+                loss = classification_loss(logits, labels, self.task.groups, self.settings.label_smoothing)
+                torch._foreach_add_(sums, torch.autograd.grad(loss, list(parameters)))
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        return sums
 
     def captured(self, net: ContinualNet, kind: Hashable, function: Callable[..., None], *tensors: Tensor) -> None:
-        """Run it, on a GPU as a captured graph."""
         executor = self.executor if net is self.net else self.executor.of(net)
         executor(kind, function, *tensors, trains=False)
 
     def note(self, message: str) -> None:
-        """Tell a person."""
         self.listener.note(f"task {self.task.name!r}: {message}")
+
+    @property
+    def steps_an_epoch(self) -> int:
+        """Batches in what is trained on."""
+        return steps_an_epoch(len(self._used), self.settings)
+
+    def _batches(self, purpose: str, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pixels and labels of as many images as an epoch takes, in random order."""
+        order = self._order(purpose, epoch)[: self.steps_an_epoch * self.batch_size]
+        return batches(self.task.train, self.batch_size, self.device, order)
+
+    def _order(self, purpose: str, *number: int) -> Tensor:
+        """Positions of the images that are trained on, in random order."""
+        return self._used[torch.randperm(len(self._used), generator=self._generator(purpose, *number))]
+
+    def _seed(self, purpose: str, *number: int) -> int:
+        return derived_seed(self.settings.seed, purpose, self.index, *number)
+
+    def _generator(self, purpose: str, *number: int) -> torch.Generator:
+        return derived_generator(self.settings.seed, purpose, self.index, *number)

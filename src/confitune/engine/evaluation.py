@@ -11,7 +11,7 @@ from torch.nn.functional import interpolate
 from confitune.engine.events import Listener
 from confitune.engine.feed import batches
 from confitune.engine.readings import Moment
-from confitune.engine.step import count_right
+from confitune.engine.step import autocast, count_right
 from confitune.nn import ContinualNet
 from confitune.settings import TrainSettings
 from confitune.tasks import Images, Task
@@ -21,9 +21,7 @@ def evaluate(
     net: ContinualNet, task: Task, settings: TrainSettings | None = None, *, images: Images | None = None
 ) -> float:
     """Accuracy in percent on `images` (default: the task's test set), the task known."""
-    settings = settings or TrainSettings()
-    right = right_answers(net, task, settings, images)
-    return 100.0 * right.double().mean().item()
+    return 100.0 * right_answers(net, task, settings or TrainSettings(), images).double().mean().item()
 
 
 def evaluate_joined(net: ContinualNet, whole: Task, tasks: Sequence[Task], settings: TrainSettings) -> list[float]:
@@ -32,18 +30,14 @@ def evaluate_joined(net: ContinualNet, whole: Task, tasks: Sequence[Task], setti
     return [100.0 * mine.mean().item() for mine in right]
 
 
-def evaluate_all(
-    net: ContinualNet, tasks: Sequence[Task], settings: TrainSettings, listener: Listener | None = None
-) -> list[float]:
+def evaluate_all(net: ContinualNet, tasks: Sequence[Task], settings: TrainSettings, listener: Listener) -> list[float]:
     """Accuracy in percent on each task's test set; the device is read from once, at the end."""
-    listener, right = listener or Listener(), []
+    right = []
     for done, task in enumerate(tasks, 1):
         right.append(right_answers(net, task, settings).double().mean())
         listener.task_tested(done, len(tasks))
     shares = torch.stack(right)
-    counted = Moment(shares.device)
-    counted.now()
-    listener.waiting(counted.passed)
+    listener.waiting(Moment(shares.device).passed)
     return [100.0 * share for share in shares.tolist()]
 
 
@@ -61,14 +55,13 @@ def outputs(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What a network, as it is, makes of images that are prepared as the task's are; batch by batch, with their labels.
 
-    Args:
-        size: that the network takes, if it is another one than that of the task's images.
+    They are resized where the network takes another `size`.
     """
     device = next(network.parameters()).device
     for pixels, labels in batches(images, settings.eval_batch_size, device):
         x = task.inputs(pixels)  # in float32, whatever the network runs in
         if size not in (None, (x.shape[2], x.shape[3])):
             x = interpolate(x, size=size, mode="bilinear", antialias=True)
-        with torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16(device)):
+        with autocast(settings, device):
             found = network(x)
         yield found, labels

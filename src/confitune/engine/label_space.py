@@ -53,9 +53,7 @@ def _listed(task: Task) -> str:
 class LabelSpace:
     """What tells the classes of all tasks apart, task by task.
 
-    Args:
-        pretrained: maps images to features [N, F], or is a network that has learned no task yet; it is copied.
-        settings: of the run.
+    `pretrained` maps images to features [N, F], or is a network that has learned no task yet; it is copied.
     """
 
     def __init__(self, pretrained: nn.Module, settings: TrainSettings) -> None:
@@ -69,24 +67,14 @@ class LabelSpace:
         self._test: list[Tensor] = []
 
     def accuracies(
-        self,
-        net: ContinualNet,
-        tasks: Sequence[Task],
-        *,
-        given: bool = False,
-        asks: bool = True,
-        listener: Listener | None = None,
+        self, net: ContinualNet, tasks: Sequence[Task], given: bool, asks: bool, listener: Listener
     ) -> list[float]:
-        """Share of each task's test images whose class is named right among the classes of all these tasks, in percent.
-
-        Classes of the same name are one.
+        """Accuracy in percent on each task's test images, among the classes of all tasks; those of one name are one.
 
         Args:
-            net: has learned the tasks.
             tasks: those of the last call, and more.
             given: only the classes of an image's own task compete.
             asks: whether tasks' own heads are asked, too.
-            listener: is told how many were.
         """
         for task in tasks[len(self._test) :]:
             self._add(task)
@@ -95,7 +83,7 @@ class LabelSpace:
         own = torch.eye(len(tasks), dtype=torch.bool).repeat_interleave(torch.tensor(sizes), 0)
         probabilities = gaussians.probabilities(torch.cat(self._test), own if given else None)
         if asks:
-            self._ask(net, tasks, gaussians, probabilities, listener or Listener())
+            self._ask(net, tasks, gaussians, probabilities, listener)
         names = {name: place for place, name in enumerate(dict.fromkeys(n for task in tasks for n in task.classes))}
         places = [torch.tensor([names[name] for name in task.classes]) for task in tasks]
         by_name = probabilities.new_zeros(len(probabilities), len(names))
@@ -130,11 +118,13 @@ class LabelSpace:
         self, net: ContinualNet, tasks: Sequence[Task], gaussians: Gaussians, probabilities: Tensor, listener: Listener
     ) -> None:
         """Put in what the leading tasks say; each is asked once, about the images of all."""
-        sizes, leading = [len(task.test) for task in tasks], gaussians.leading(probabilities)
+        sizes = [len(task.test) for task in tasks]
+        leading = gaussians.leading(probabilities)
         with net.evaluating():
             for place, task in enumerate(tasks):
                 net.prepare(task.name)
-                asked, size = leading[:, place], net.tasks[task.name].image_size
+                asked = leading[:, place]
+                size = net.tasks[task.name].image_size
                 logits = []
                 for source, mine in zip(tasks, asked.split(sizes), strict=True):
                     images = source.test.only(mine.nonzero().flatten())

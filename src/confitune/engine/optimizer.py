@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,30 +22,43 @@ class Optimizers:
     def __init__(self, settings: TrainSettings, device: torch.device) -> None:
         self._settings, self._device = settings, device
         self._states: dict[nn.Parameter, State] = {}
+        self._lrs: dict[float, Tensor] = {}  # on a GPU, by factor: captured steps read them
 
-    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """For these groups of parameters, its state at zero."""
+    def make(self, groups: Mapping[float, list[nn.Parameter]]) -> torch.optim.Optimizer:
+        """For parameters, by the factor of their learning rate, with its state at zero."""
         settings, on_gpu = self._settings, self._device.type == "cuda"
         options: dict[str, Any] = {"weight_decay": settings.weight_decay, **({"fused": True} if on_gpu else {})}
+        with_factors = [{"params": parameters, "factor": factor} for factor, parameters in groups.items()]
         optimizer: torch.optim.Optimizer
         if settings.optimizer == "sgd":
             fields = ["momentum_buffer"] if settings.momentum else []
-            optimizer = torch.optim.SGD(groups, settings.lr, settings.momentum, **options)
+            optimizer = torch.optim.SGD(with_factors, settings.lr, settings.momentum, **options)
         else:
             fields = ["exp_avg", "exp_avg_sq", "step"]
             adam = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-            optimizer = adam(groups, settings.lr, capturable=on_gpu, **options)
+            optimizer = adam(with_factors, settings.lr, capturable=on_gpu, **options)
         # All at once, though stages train some later: fused kernels take all or none.
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        for parameter in parameters:
+        everything = [parameter for parameters in groups.values() for parameter in parameters]
+        for parameter in everything:
             if parameter not in self._states:
                 count = torch.zeros((), device=self._device)
                 zeros = {field: count if field == "step" else torch.zeros_like(parameter) for field in fields}
                 self._states[parameter] = zeros
             optimizer.state[parameter] = self._states[parameter]
         if fields:
-            torch._foreach_zero_([self._states[parameter][field] for parameter in parameters for field in fields])
+            torch._foreach_zero_([self._states[parameter][field] for parameter in everything for field in fields])
         return optimizer
+
+    def set_lr(self, optimizer: torch.optim.Optimizer, lr: float) -> None:
+        """The learning rate of the steps to come, captured ones included."""
+        for group in optimizer.param_groups:
+            factor = group["factor"]
+            if self._device.type != "cuda":
+                group["lr"] = lr * factor
+                continue
+            if factor not in self._lrs:
+                self._lrs[factor] = torch.zeros((), device=self._device)
+            group["lr"] = self._lrs[factor].fill_(lr * factor)
 
     def load(self, optimizer: torch.optim.Optimizer, state: dict[int, State]) -> None:
         """Go on where the state of one, by the numbers of parameters, was taken.

@@ -17,25 +17,27 @@ class EpochReadings:
 
     def __init__(self, steps: int, device: torch.device) -> None:
         self._steps = steps
+        self.images = 0
         self._on_device = torch.zeros(steps + 1, 2, device=device)
-        self._began, self._ended, self.copied = Moment(device), Moment(device), Moment(device)
-        self._began.now()
+        self._began = Moment(device)
 
-    def put(self, step: int, outcome: Tensor) -> None:
-        """What the step gave."""
+    def put(self, step: int, outcome: Tensor, images: int) -> None:
+        """What the step gave, and of how many images."""
+        self.images += images
         self._on_device[step].copy_(outcome)
 
     def close(self, weights: Iterable[Tensor]) -> None:
         """The epoch's last step is on its way: start reading."""
+        device = self._on_device.device
         largest = torch._foreach_norm([weight.detach() for weight in weights], float("inf"))
         # The loss cannot show what the last step did to the weights.
         self._on_device[self._steps, 0] = torch.stack(largest).isfinite().all()
-        self._ended.now()
+        self._ended = Moment(device)
         self._read = self._on_device
-        if self._read.device.type == "cuda":
+        if device.type == "cuda":
             self._read = torch.empty(self._on_device.shape, pin_memory=True)
             self._read.copy_(self._on_device, non_blocking=True)
-        self.copied.now()
+        self.copied = Moment(device)
 
     @property
     def loss(self) -> float:
@@ -65,26 +67,19 @@ class EpochReadings:
 
 
 class Moment:
-    """A moment in a device's work."""
+    """When a device has done what was launched so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        self._clock = 0.0
-
-    def now(self) -> None:
-        """It is when the device has done what was launched so far."""
+        self._clock = time.perf_counter()
         if self._event is not None:
             self._event.record()
-        else:
-            self._clock = time.perf_counter()
 
     def wait(self) -> None:
-        """Until it has passed."""
         if self._event is not None:
             self._event.synchronize()
 
     def passed(self) -> bool:
-        """Whether it has."""
         return self._event is None or bool(self._event.query())
 
     def until(self, later: Moment) -> float:

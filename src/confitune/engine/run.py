@@ -6,8 +6,6 @@ import copy
 import hashlib
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from confitune.engine.capture import Executor
-from confitune.engine.checkpoint import Checkpoint
+from confitune.engine.checkpoint import Checkpoint, fitting
+from confitune.engine.context import epochs_of
 from confitune.engine.evaluation import evaluate_all, evaluate_joined, right_answers
 from confitune.engine.events import EpochEnd, Listener, Listeners
 from confitune.engine.label_space import LabelSpace, require_scenario
 from confitune.engine.result import RunResult, command_line, device_name, summary_of, versions
-from confitune.engine.training import TaskFit, epochs_of
+from confitune.engine.training import TaskFit
 from confitune.errors import ConfituneError
 from confitune.methods import Method
 from confitune.nn import ContinualNet, state_sha256
@@ -40,7 +39,6 @@ class SequenceRun:
         folder: where checkpoints go; None keeps none.
         config: what identifies the computation, for `resume` to compare.
         checkpoint_seconds: a checkpoint is written after a task or an epoch when the last one is this old.
-        checkpoint_epochs: and within a task only after every so many epochs.
         command: how the run was asked for; default: the command line of this process.
     """
 
@@ -57,7 +55,6 @@ class SequenceRun:
         config: dict[str, Any] | None = None,
         listeners: tuple[Listener, ...] = (),
         checkpoint_seconds: float = 30.0,
-        checkpoint_epochs: int = 1,
         weights: str = "",
         command: str | None = None,
     ) -> None:
@@ -67,7 +64,7 @@ class SequenceRun:
         self.sequence = sequence.joined(by_name=scenario != "task") if method.joint else sequence
         self.folder = folder
         self.config = config or {}
-        self.checkpoint_seconds, self.checkpoint_epochs = checkpoint_seconds, checkpoint_epochs
+        self.checkpoint_seconds = checkpoint_seconds
         self.weights, self.command = weights, command
         self.weights_sha256 = self.config.get("weights_sha256") or state_sha256(net.backbone)
         self.matrix = np.full((len(sequence), len(sequence)), np.nan)
@@ -88,7 +85,7 @@ class SequenceRun:
     def resume(self) -> bool:
         """Go on from the folder's checkpoint, if there is one."""
         checkpoint = Checkpoint.load(self.folder, self.config, self.listener.note) if self.folder else None
-        if checkpoint is None:
+        if self.folder is None or checkpoint is None:
             return False
         if checkpoint.data not in (0, self.original.checksum):
             raise ConfituneError(
@@ -97,36 +94,29 @@ class SequenceRun:
             )
         if checkpoint.threads not in (0, threads := torch.get_num_threads()):
             self.listener.note(f"begun with {checkpoint.threads} threads, now {threads}: last digits may differ")
-        with self._taking_up():
+        with fitting(self.folder):
             self.net.load_state_dict(checkpoint.net)
             for hook, state in zip(self.method.hooks, checkpoint.hooks, strict=True):
                 hook.load_state_dict(state)
             matrix = np.array(checkpoint.matrix, dtype=np.float64)
             if matrix.shape != self.matrix.shape or not 0 <= checkpoint.task <= len(self.sequence):
                 raise ValueError(f"it has {checkpoint.task} tasks done and accuracies {list(matrix.shape)}")
-        self.task, self._saved_fit, self.matrix = checkpoint.task, checkpoint.fit, matrix
+        self.task = checkpoint.task
+        self._saved_fit = checkpoint.fit
+        self.matrix = matrix
         self.as_learned = checkpoint.as_learned
-        self.seconds, self.train_seconds, self.images = checkpoint.seconds, checkpoint.train_seconds, checkpoint.images
+        self.seconds = checkpoint.seconds
+        self.train_seconds = checkpoint.train_seconds
+        self.images = checkpoint.images
         return True
-
-    @contextmanager
-    def _taking_up(self) -> Iterator[None]:
-        """A checkpoint that fits its checksum and this configuration can still be another network's."""
-        try:
-            yield
-        except ConfituneError:
-            raise
-        except Exception as error:  # each part raises its own kinds
-            raise ConfituneError(
-                f"the checkpoint in {self.folder} does not fit this run ({type(error).__name__}: {str(error)[:300]}); "
-                "delete it to start this run anew"
-            ) from error
 
     def run(self) -> RunResult:
         """Learn what is left of the sequence."""
         self._started = time.perf_counter() - self.seconds
         self._checkpointed_at = self.seconds
-        self._say_what_is_odd()
+        usually_first = self.method.stages(10, 0)[0].name
+        if usually_first == "head" and self.method.stages(self.settings.epochs, 0)[0].name != "head":
+            self.listener.note(f"with {self.settings.epochs} epochs no stage is left for the head alone; use more")
         names = [task.name for task in self.sequence]
         epochs = max(epochs_of(task, self.settings) for task in self.sequence)
         self.listener.run_started(self.method.name, names, epochs, self.task)
@@ -141,27 +131,29 @@ class SequenceRun:
             self.net.weights_moved()
         fit = TaskFit(self._executor, task, self.method, index)
         if self._saved_fit is not None:
-            with self._taking_up():
+            assert self.folder is not None
+            with fitting(self.folder):
                 fit.load_state_dict(self._saved_fit)
                 if not 0 <= fit.epoch <= fit.epochs:
                     raise ValueError(f"{fit.epoch} epochs are done, of {fit.epochs}")
             self._saved_fit = None
         self.listener.task_started(index, task.name, fit.epoch)
         fit.fit(after_epoch=lambda: self._after_epoch(fit))
-        self._evaluate(index)
+        accuracies = self._evaluate(index)
+        self.matrix[: len(accuracies), -1 if self.method.joint else index] = accuracies
         if self._just_learned is not None:
             self.as_learned.append(100.0 * self._just_learned.item())
             self._just_learned = None
         self.task = index + 1
         # Logs first: a run killed in between does the task again, and logs then drop what they have of it.
-        self.listener.task_ended(index, [a for a in self.matrix[:, self._column(index)] if not np.isnan(a)])
+        self.listener.task_ended(index, accuracies)
         if self._checkpoint_due():
             self._checkpoint(None)
 
     def _after_epoch(self, fit: TaskFit) -> None:
         if fit.epoch == fit.epochs and self.net.observer.tracks and self.scenario == "task":
             self._just_learned = right_answers(self.net, self.sequence[fit.index], self.settings).double().mean()
-        if fit.epoch % self.checkpoint_epochs == 0 and fit.epoch < fit.epochs and self._checkpoint_due():
+        if fit.epoch < fit.epochs and self._checkpoint_due():
             fit.report()  # what is in the checkpoint must be finite, and in the logs
             self._checkpoint(fit)
 
@@ -169,28 +161,19 @@ class SequenceRun:
         passed = time.perf_counter() - self._started - self._checkpointed_at
         return self.folder is not None and passed >= self.checkpoint_seconds
 
-    def _column(self, index: int) -> int:
-        return len(self.original) - 1 if self.method.joint else index
-
-    def _evaluate(self, index: int) -> None:
+    def _evaluate(self, index: int) -> list[float]:
+        """Accuracy in percent on each task so far; joint training has learned them all."""
+        tasks = self.sequence.tasks[: index + 1]
         if self.method.joint:
-            self.matrix[:, -1] = evaluate_joined(self.net, self.sequence[0], self.original.tasks, self.settings)
-            return
+            return evaluate_joined(self.net, tasks[0], self.original.tasks, self.settings)
         if self._space is not None:
-            self.matrix[: index + 1, index] = self._space.accuracies(
-                self.net,
-                self.sequence.tasks[: index + 1],
-                given=self.scenario == "task",
-                asks=not self.method.sums_only,
-                listener=self.listener,
-            )
-            return
-        first = 0
-        if self.method.separate and index:
+            given = self.scenario == "task"
+            return self._space.accuracies(self.net, tasks, given, not self.method.sums_only, self.listener)
+        if self.method.separate:
             # Earlier networks were left as they were: there is nothing to measure again.
-            first, self.matrix[:index, index] = index, self.matrix[:index, index - 1]
-        tasks = self.sequence.tasks[first : index + 1]
-        self.matrix[first : index + 1, index] = evaluate_all(self.net, tasks, self.settings, self.listener)
+            before: list[float] = self.matrix[:index, index - 1].tolist()
+            return before + evaluate_all(self.net, tasks[index:], self.settings, self.listener)
+        return evaluate_all(self.net, tasks, self.settings, self.listener)
 
     def _checkpoint(self, fit: TaskFit | None) -> None:
         assert self.folder is not None
@@ -209,11 +192,6 @@ class SequenceRun:
             data=self.original.checksum,
             threads=torch.get_num_threads(),
         ).save(self.folder)
-
-    def _say_what_is_odd(self) -> None:
-        usual, here = (self.method.stages(epochs, 0)[0].name for epochs in (10, self.settings.epochs))
-        if usual == "head" != here:
-            self.listener.note(f"with {self.settings.epochs} epochs no stage is left for the head alone; use more")
 
     def _result(self) -> RunResult:
         self.seconds = time.perf_counter() - self._started

@@ -6,7 +6,7 @@ So nothing here may depend on a tensor's value, wait for the device, or copy to 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +17,7 @@ from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 
+from confitune.engine.capture import Executor
 from confitune.errors import ConfituneError
 from confitune.methods import Method, Step
 from confitune.nn import ContinualNet
@@ -30,25 +31,22 @@ _SMALLEST = 1 / 3  # of an image's area, that a random crop has
 
 @dataclass(frozen=True)
 class TrainStep:
-    """From stored pixels to moved weights, on the current task of `net`."""
+    """From stored pixels to moved weights, on the current task of the executor's network."""
 
-    net: ContinualNet
+    executor: Executor
     task: Task
     hooks: Sequence[Method]  # that add to the step
     optimizer: torch.optim.Optimizer
-    settings: TrainSettings
-    device: torch.device
-    features: Callable[[Tensor], Tensor]  # runs the backbone
 
     def train(self, pixels: Tensor, labels: Tensor, noise: Tensor | None) -> Tensor:
         """One step of the optimizer; the batch's loss and how many images it got right, as one tensor."""
-        net, hooks = self.net, self.hooks
-        x = augment(self.task.inputs(pixels), self.settings.augmentation, noise)
+        net, settings, hooks = self.executor.net, self.executor.settings, self.hooks
+        x = augment(self.task.inputs(pixels), settings.augmentation, noise)
         x = x.contiguous(memory_format=torch.channels_last)
-        with self._autocast(), counted_at_once(net):
-            features = self.features(x)
+        with autocast(settings, self.executor.device), counted_at_once(net):
+            features = self.executor.features(x)
             logits = net.head(features)
-        loss = classification_loss(logits, labels, self.task.groups, self.settings.label_smoothing)
+        loss = classification_loss(logits, labels, self.task.groups, settings.label_smoothing)
         step = Step(x, features, logits, labels, net)
         objective = sum((term for hook in hooks if (term := hook.loss(step)) is not None), loss)
         right = count_right(logits.detach(), labels, self.task.groups).sum()
@@ -59,25 +57,19 @@ class TrainStep:
             hook.read_gradients(net)
         for hook in hooks:
             hook.add_gradients(net)
-        if self.settings.clip_norm is not None:
+        if settings.clip_norm is not None:
             moved = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-            clip_grad_norm_(moved, self.settings.clip_norm)
+            clip_grad_norm_(moved, settings.clip_norm)
         self.optimizer.step()
         for hook in hooks:
             hook.after_step(net)
         return outcome
 
-    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Of a batch of inputs, as it is in training, without what methods add."""
-        with self._autocast():
-            logits = self.net(x)
-        return classification_loss(logits, labels, self.task.groups, self.settings.label_smoothing)
-
     @torch.no_grad()
     def measure(self, dtype: torch.dtype, pixels: Tensor) -> None:
         """Take a batch of pixels through the network for its statistics alone, as it is taken in training."""
-        with self._autocast(dtype), counted_at_once(self.net):
-            self.features(self.task.inputs(pixels))
+        with autocast(self.executor.settings, self.executor.device, dtype), counted_at_once(self.executor.net):
+            self.executor.features(self.task.inputs(pixels))
 
     def kind(self, trains: frozenset[str], tracking: bool, index: int) -> Hashable:
         """Steps of one kind differ only in what tensors hold: one captured graph serves them all.
@@ -88,10 +80,11 @@ class TrainStep:
         task = (len(self.task.classes), self.task.groups, self.task.preprocess)
         return (trains, tracking, task, of_hooks)
 
-    def _autocast(self, dtype: torch.dtype = torch.bfloat16) -> torch.autocast:
-        # Without its cache of cast weights, which would outlive the step that it was captured in.
-        bf16 = self.settings.bf16(self.device)
-        return torch.autocast(self.device.type, dtype, enabled=bf16, cache_enabled=False)
+
+def autocast(settings: TrainSettings, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> torch.autocast:
+    """Lower precision, where the settings ask for it."""
+    # Without its cache of cast weights, which would outlive the step that it was captured in.
+    return torch.autocast(device.type, dtype, enabled=settings.bf16(device), cache_enabled=False)
 
 
 @contextmanager
@@ -144,12 +137,8 @@ def draw_noise(kind: str, steps: int, batch: int, generator: torch.Generator) ->
 def augment(x: Tensor, kind: str, noise: Tensor | None) -> Tensor:
     """Flip each image with probability 1/2 ('flip'), and cut a part of it out and enlarge that ('crop').
 
-    A part has at least a third of the image's area and sides between 3:4 and 4:3, anywhere in the image.
-
-    Args:
-        x: images [N, 3, H, W].
-        kind: of augmentation.
-        noise: one step's part of `draw_noise`, on the images' device; None leaves the images as they are.
+    A part has at least a third of the image's area and sides between 3:4 and 4:3, anywhere in the image. `noise` is one
+    step's part of `draw_noise`, on the device of the images [N, 3, H, W]; None leaves them as they are.
     """
     if noise is None:
         return x

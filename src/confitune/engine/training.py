@@ -1,22 +1,23 @@
-"""Train a network on one task: stages, steps, statistics."""
+"""Train a network on one task: the stages of its epochs, their steps, its statistics, and its end.
+
+What methods may use of the task meanwhile is in `context.py`, what one step computes in `step.py`.
+"""
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from confitune.engine.capture import Executor
-from confitune.engine.context import TaskImages
+from confitune.engine.context import Learning
 from confitune.engine.events import EpochEnd, Listener
-from confitune.engine.feed import batches, place_task, to_device
+from confitune.engine.feed import place_task, to_device
 from confitune.engine.readings import EpochReadings
 from confitune.engine.seeds import derived_generator, derived_seed
 from confitune.engine.step import TrainStep, draw_noise
@@ -57,28 +58,7 @@ class DivergedError(ConfituneError):
     """The loss, the weights or the statistics became infinite."""
 
 
-def epochs_of(task: Task, settings: TrainSettings) -> int:
-    """How many epochs the task is trained for: more where it has few images and a number of steps is asked for."""
-    return max(settings.epochs, math.ceil(settings.min_steps / _steps_an_epoch(len(task.train), settings)))
-
-
-def steps_of(task: Task, settings: TrainSettings) -> int:
-    """How many training steps the task takes."""
-    return epochs_of(task, settings) * _steps_an_epoch(len(task.train), settings)
-
-
-def _steps_an_epoch(images: int, settings: TrainSettings) -> int:
-    """Whole batches, and what is left over if it is asked for; one image alone has no batch moments.
-
-    >>> both = [TrainSettings(batch_size=4, last_batch=with_rest) for with_rest in (False, True)]
-    >>> [_steps_an_epoch(images, settings) for images in (8, 9, 10, 3) for settings in both]
-    [2, 2, 2, 2, 2, 3, 1, 1]
-    """
-    size = min(settings.batch_size, images)
-    return images // size + (settings.last_batch and images > size and images % size > 1)
-
-
-class TaskFit(TaskImages):
+class TaskFit(Learning):
     """One task's training, resumable after every epoch. It is also the `TaskContext` that methods are given.
 
     Args:
@@ -92,20 +72,24 @@ class TaskFit(TaskImages):
         self, executor: Executor, task: Task, method: Method, index: int = -1, hooks: Sequence[Method] | None = None
     ) -> None:
         net, settings = executor.net, executor.settings
-        kinds, wanted = net.kinds, [part.kind for part in method.parts()]
-        if kinds != wanted:
+        wanted = [part.kind for part in method.parts()]
+        if net.kinds != wanted:
             raise ConfituneError(
-                f"method {method.name!r} needs a network with {', '.join(wanted)}, this one has {', '.join(kinds)}: "
-                "make it with method.network(backbone)"
+                f"method {method.name!r} needs a network with {', '.join(wanted)}, this one has "
+                f"{', '.join(net.kinds)}: make it with method.network(backbone)"
             )
         if len(task.train) < 2:
             raise ConfituneError(f"task {task.name!r} has {len(task.train)} training image; batch norm needs 2 or more")
         index = len(net.tasks) if index < 0 else index
-        self.validation = Validation.of(task, settings, derived_seed(settings.seed, "validation", index))
-        task = self.validation.task if self.validation else task
-        super().__init__(executor, task, index, epochs_of(task, settings))
-        self.method, self.hooks = method, method.hooks if hooks is None else tuple(hooks)
-        self.epoch = 0  # epochs done
+        self.validation: Validation | None = None
+        if settings.validation:
+            self.validation = Validation(task, settings, derived_seed(settings.seed, "validation", index))
+            task = self.validation.task
+        elif settings.lr_patience is not None:
+            raise ConfituneError("lr_patience waits for a lower loss on images left out: set validation=0.1, too")
+        super().__init__(executor, task, index)
+        self.method = method
+        self.hooks = method.hooks if hooks is None else tuple(hooks)
         if self.batch_size < settings.batch_size:
             self.listener.note(
                 f"task {task.name!r} has {len(task.train)} training images, fewer than the batch size "
@@ -113,119 +97,71 @@ class TaskFit(TaskImages):
             )
         self.is_new = task.name not in net.tasks
         if self.is_new:
-            net.add_task(task.name, task.classes, derived_generator(settings.seed, "head", self.index))
+            net.add_task(task.name, task.classes, derived_generator(settings.seed, "head", index))
         net.set_task(task.name)
-        self.stages = method.stages(self.epochs, self.index)
-        trained = frozenset(name for stage in self.stages for name in stage.trains)
-        self.optimizer = executor.optimizers.make(_grouped(net, trained, method, executor))
-        self.step = TrainStep(net, task, self.hooks, self.optimizer, self.settings, self.device, executor.features)
-        self._under_way: deque[tuple[EpochEnd, EpochReadings]] = deque()  # epochs whose steps are on their way
-
-    @property
-    def steps_an_epoch(self) -> int:
-        """Batches in what is trained on."""
-        return _steps_an_epoch(len(self._used), self.settings)
+        stages = method.stages(self.epochs, index)
+        self._stages = [stage for stage in stages for _ in range(stage.epochs)]  # of each epoch
+        # All parameters that are ever trained in the task; those with one learning rate together.
+        by_factor: dict[float, list[nn.Parameter]] = {}
+        for name, parameters in net.groups().items():
+            if parameters and any(name in stage.trains for stage in stages):
+                by_factor.setdefault(method.lr_factors.get(name, 1.0), []).extend(parameters)
+        self.optimizer = executor.optimizers.make(by_factor)
+        self.step = TrainStep(executor, task, self.hooks, self.optimizer)
+        self._under_way: deque[tuple[Callable[..., EpochEnd], EpochReadings]] = deque()  # epochs that are not read yet
 
     def fit(self, after_epoch: Callable[[], None] = lambda: None) -> None:
         """Train what is left of the task and finish it."""
         for hook in self.hooks:
             hook.attach(self.net, self.index)
+        first = self.epoch
+        with self._undisturbed():
+            for epoch in range(first, self.epochs):
+                if self._settled(epoch):
+                    return
+                if epoch == 0:
+                    torch.manual_seed(self._seed("begin"))
+                    for hook in self.hooks:
+                        hook.begin_task(self)
+                stage = self._stages[epoch]
+                if epoch == first or stage is not self._stages[epoch - 1]:
+                    self._freeze_but(stage.trains)
+                    self.listener.stage_started(stage.name)
+                torch.manual_seed(self._seed("before epoch", epoch))
+                for hook in self.hooks:
+                    hook.begin_epoch(self, epoch)
+                self._limit_pulls()
+                self._train_epoch(stage, epoch)
+                self.epoch = epoch + 1
+                if self.validation:
+                    self.validation.look(self.net, self.hooks)
+                    if self.epoch == self.epochs:
+                        self.validation.restore(self.net)
+                after_epoch()
+            self._freeze_but(None)
+            for hook in self.hooks:
+                hook.end_task(self)
+            self._finish()
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Afterwards torch's random state is as it was, and nothing is frozen."""
         try:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                stage = None
-                for epoch in range(self.epoch, self.settings.epochs):
-                    if self.is_new:  # one that is trained on has something to lose
-                        torch.manual_seed(derived_seed(self.settings.seed, "settle", self.index, epoch))
-                        if any(hook.settle(self) for hook in self.hooks):
-                            self.report()
-                            self.epoch = self.settings.epochs
-                            return
-                    if epoch == 0:
-                        torch.manual_seed(derived_seed(self.settings.seed, "begin", self.index))
-                        for hook in self.hooks:
-                            hook.begin_task(self)
-                    stage = self._enter(epoch, stage)
-                    torch.manual_seed(derived_seed(self.settings.seed, "before epoch", self.index, epoch))
-                    for hook in self.hooks:
-                        hook.begin_epoch(self, epoch)
-                    self._limit_pulls()
-                    self._train_epoch(stage, epoch)
-                    self.epoch = epoch + 1
-                    if self.validation:
-                        self.validation.look(self.net, self.hooks)
-                        if self.epoch == self.epochs:
-                            self.validation.restore(self.net)
-                    after_epoch()
-                self._freeze_but(None)
-                for hook in self.hooks:
-                    hook.end_task(self)
-                self._finish()
+                yield
         finally:
             self._freeze_but(None)
 
-    def _limit_pulls(self) -> None:
-        """A gradient step along a pull is stable only if it goes less than twice the way to where that pulls."""
-        if self.settings.pull_limit is None or self.settings.optimizer != "sgd":
-            return
-        lr = max(self.settings.lr * group["factor"] for group in self.optimizer.param_groups)
-        for hook in self.hooks:
-            pull, most = hook.pull(), self.settings.pull_limit / lr
-            steepest = 0.0 if pull is None else pull.steepest()
-            limited, hook.pull_most = hook.pull_most, most if steepest > most else None
-            if hook.pull_most is not None and limited is None:
-                self.listener.note(
-                    f"{hook.name}: lr x strength x importance reaches {lr * steepest:.3g} in task {self.task.name!r}, "
-                    f"and steps are stable below 2: the pull on such weights is limited to {self.settings.pull_limit:g}"
-                )
-
-    def _finish(self) -> None:
-        """Take the statistics that are still to be taken, and store the task.
-
-        Everything is launched before the device is waited for. On a GPU the pass runs in float16, which is more exact
-        than bfloat16 and, batch norm being cuDNN's then, faster; where it overflows, in bfloat16.
-        """
-        if self.net.observer.statistics == "running":
-            self.method.finish(self)
-            self.report()
-            return
-        fast = self.device.type == "cuda" and self.settings.bf16(self.device)
-        for dtype in (torch.float16, torch.bfloat16) if fast else (torch.bfloat16,):
-            torch.manual_seed(derived_seed(self.settings.seed, "pass", self.index))
-            pixels = (pixels for pixels, _ in self._batches("pass", 0))
-            kind = ("measure", dtype, self.task.preprocess)
-            finite = self.net.measure(pixels, partial(self.executor, kind, partial(self.step.measure, dtype)))
-            self.method.finish(self)
-            self.report()
-            if bool(finite):
-                return
-            self.net.reopen(self.task.name)
-        raise DivergedError(
-            f"the statistics of task {self.task.name!r} are not finite: its weights have outgrown what batch norm can "
-            "follow, try a smaller learning rate"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on after the last whole epoch; the network's own state is not in it."""
-        state = {"epoch": self.epoch, "is_new": self.is_new, "optimizer": self.optimizer.state_dict()["state"]}
-        return state | ({"validation": self.validation.state_dict()} if self.validation else {})
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self.epoch, self.is_new = state["epoch"], state["is_new"]
-        self.executor.optimizers.load(self.optimizer, state["optimizer"])
-        if self.validation:
-            self.validation.load_state_dict(state["validation"])
-
-    # ---- epochs ----------------------------------------------------------------------------------------------------
-
-    def _enter(self, epoch: int, before: Stage | None = None) -> Stage:
-        """The stage of an epoch, made ready where another one came before it."""
-        ends = accumulate(stage.epochs for stage in self.stages)
-        stage = next(stage for stage, end in zip(self.stages, ends, strict=True) if epoch < end)
-        if stage is not before:
-            self._freeze_but(stage.trains)
-            self.listener.stage_started(stage.name)
-        return stage
+    def _settled(self, epoch: int) -> bool:
+        """Whether a method finished the task without training it (on); one that was there before has much to lose."""
+        if not self.is_new:
+            return False
+        torch.manual_seed(self._seed("settle", epoch))
+        if not any(hook.settle(self) for hook in self.hooks):
+            return False
+        self.report()
+        self.epoch = self.epochs
+        return True
 
     def _freeze_but(self, trains: frozenset[str] | None) -> None:
         """Only these groups get gradients (None: all): backward then stops where nothing below is trained."""
@@ -234,18 +170,37 @@ class TaskFit(TaskImages):
             for parameter in parameters:
                 parameter.requires_grad_(trains is None or name in trains)
 
+    def _limit_pulls(self) -> None:
+        """A gradient step along a pull is stable only if it goes less than twice the way to where that pulls."""
+        limit = self.settings.pull_limit
+        if limit is None or self.settings.optimizer != "sgd":
+            return
+        lr = max(self.settings.lr * group["factor"] for group in self.optimizer.param_groups)
+        for hook in self.hooks:
+            pull = hook.pull()
+            steepest = 0.0 if pull is None else pull.steepest()
+            was_limited = hook.pull_most is not None
+            hook.pull_most = limit / lr if steepest > limit / lr else None
+            if hook.pull_most is not None and not was_limited:
+                self.listener.note(
+                    f"{hook.name}: lr x strength x importance reaches {lr * steepest:.3g} in task {self.task.name!r}, "
+                    f"and steps are stable below 2: the pull on such weights is limited to {limit:g}"
+                )
+
+    # ---- the steps of an epoch -------------------------------------------------------------------------------------
+
     def _train_epoch(self, stage: Stage, epoch: int) -> None:
-        settings, steps = self.settings, self.steps_an_epoch
+        settings = self.settings
+        steps = self.steps_an_epoch
         lr = self._set_lr(epoch)
         # Everything random in an epoch comes from its own seeds, so an epoch can be repeated without what came before.
-        torch.manual_seed(derived_seed(settings.seed, "epoch", self.index, epoch))
-        chance = derived_generator(settings.seed, "augment", self.index, epoch)
+        torch.manual_seed(self._seed("epoch", epoch))
+        chance = self._generator("augment", epoch)
         noise = draw_noise(settings.augmentation, steps, min(self.batch_size, len(self._used)), chance)
         noise = None if noise is None else to_device(noise, self.device)
-        readings, images = EpochReadings(steps, self.device), 0
+        readings = EpochReadings(steps, self.device)
         self.net.train()
         for step, (pixels, labels) in enumerate(self._batches("order", epoch)):
-            images += len(labels)
             if settings.lr_schedule == "cosine" or settings.warmup:
                 self._set_lr(epoch + step / steps)
             tracking = self._matters(epoch * steps + step)
@@ -257,31 +212,29 @@ class TaskFit(TaskImages):
                 forward=(stage.trains, tracking),
             )
             assert outcome is not None
-            readings.put(step, outcome)
+            readings.put(step, outcome, len(labels))
             self.listener.step_done(step + 1, steps)
         readings.close(self.net.parameters())
-        unread = {"loss": math.nan, "accuracy": math.nan, "seconds": math.nan}
-        end = EpochEnd(self.index, self.task.name, stage.name, epoch, self.epochs, lr=lr, images=images, **unread)
-        self._under_way.append((end, readings))
+        end_of = partial(EpochEnd, self.index, self.task.name, stage.name, epoch, self.epochs, lr=lr)
+        self._under_way.append((end_of, readings))
         # A GPU's numbers are read when it is an epoch further, so that it never waits for Python.
         self.report(all_but=1 if self.device.type == "cuda" else 0)
 
     def _set_lr(self, epochs: float) -> float:
         lr = self.settings.lr * self.settings.lr_factor(epochs) * (self.validation.lr_factor if self.validation else 1)
-        self.executor.set_lr(lr)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.executor.lr_of(group["factor"])
+        self.executor.optimizers.set_lr(self.optimizer, lr)
         return lr
 
     def report(self, all_but: int = 0) -> None:
         """Read and tell what the epochs so far measured, but for the last few; stop if the numbers went bad."""
         while len(self._under_way) > all_but:
-            end, readings = self._under_way.popleft()
+            end_of, readings = self._under_way.popleft()
             self.listener.waiting(readings.copied.passed)
             readings.copied.wait()
+            accuracy = 100.0 * readings.right / readings.images
+            end = end_of(loss=readings.loss, accuracy=accuracy, seconds=readings.seconds, images=readings.images)
             self._require_finite(end, readings)
-            accuracy = 100.0 * readings.right / end.images
-            self.listener.epoch_ended(replace(end, loss=readings.loss, accuracy=accuracy, seconds=readings.seconds))
+            self.listener.epoch_ended(end)
 
     def _require_finite(self, end: EpochEnd, readings: EpochReadings) -> None:
         bad = readings.first_bad_step
@@ -304,42 +257,56 @@ class TaskFit(TaskImages):
         last = left <= self.settings.tracked_steps(self.net.momentum)
         return self.net.observer.tracks and (last or self.validation is not None)  # which may keep any epoch
 
-    def _batches(self, purpose: str, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pixels and labels of as many images as an epoch takes, in random order."""
-        order = self._order(purpose, epoch)[: self.steps_an_epoch * self.batch_size]
-        return batches(self.task.train, self.batch_size, self.device, order)
+    # ---- statistics, and the end -----------------------------------------------------------------------------------
 
-    # ---- what methods may use; more of it is in `TaskImages` -------------------------------------------------------
+    def _finish(self) -> None:
+        """Take the statistics that are still to be taken, and store the task.
+
+        Everything is launched before the device is waited for. On a GPU the pass runs in float16, which is more exact
+        than bfloat16 and, batch norm being cuDNN's then, faster; where it overflows, in bfloat16.
+        """
+        if self.net.observer.statistics == "running":
+            if not self.net.tasks[self.task.name].finished:
+                self.net.finish_task()
+            self.report()
+            return
+        fast = self.device.type == "cuda" and self.settings.bf16(self.device)
+        for dtype in (torch.float16, torch.bfloat16) if fast else (torch.bfloat16,):
+            torch.manual_seed(self._seed("pass"))
+            pixels = (pixels for pixels, _ in self._batches("pass", 0))
+            kind = ("measure", dtype, self.task.preprocess)
+            finite = self.net.measure(pixels, partial(self.executor, kind, partial(self.step.measure, dtype)))
+            self.net.finish_task()
+            self.report()
+            if bool(finite):
+                return
+            self.net.reopen(self.task.name)
+        raise DivergedError(
+            f"the statistics of task {self.task.name!r} are not finite: its weights have outgrown what batch norm can "
+            "follow, try a smaller learning rate"
+        )
+
+    # ---- what else there is ----------------------------------------------------------------------------------------
 
     def train(self, other: ContinualNet, only_epoch: int | None = None) -> None:
-        """Train another network on this task, without what methods add; the whole task, or one epoch of it."""
         twin = TaskFit(self.executor.of(other), self.task, self.method, self.index, hooks=())
         if only_epoch is None:
             twin.fit()
             return
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            twin._train_epoch(twin._enter(only_epoch), only_epoch)
+        with twin._undisturbed():
+            stage = twin._stages[only_epoch]
+            twin._freeze_but(stage.trains)
+            twin._train_epoch(stage, only_epoch)
             twin.report()
-            twin._freeze_but(None)
 
-    def gradients(self, parameters: Sequence[Tensor], batches: int) -> list[Tensor]:
-        """Of the loss, summed over training batches that leave no trace, by parameters that do not move."""
-        sums = [torch.zeros_like(parameter) for parameter in parameters]
-        self.net.train()
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-        with self.net.observer.untracked():
-            for x, labels in islice(self.batches(self.batch_size), batches):
-                torch._foreach_add_(sums, torch.autograd.grad(self.step.loss(x, labels), list(parameters)))
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-        return sums
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on after the last whole epoch; the network's own state is not in it."""
+        state = {"epoch": self.epoch, "is_new": self.is_new, "optimizer": self.optimizer.state_dict()["state"]}
+        return state | ({"validation": self.validation.state_dict()} if self.validation else {})
 
-
-def _grouped(net: ContinualNet, trained: frozenset[str], method: Method, executor: Executor) -> list[dict[str, Any]]:
-    """The groups of parameters that are ever trained in the task; those with one learning rate together."""
-    by_factor: dict[float, list[nn.Parameter]] = {}
-    for name, parameters in net.groups().items():
-        if name in trained and parameters:
-            by_factor.setdefault(method.lr_factors.get(name, 1.0), []).extend(parameters)
-    return [{"params": p, "lr": executor.lr_of(factor), "factor": factor} for factor, p in by_factor.items()]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.epoch, self.is_new = state["epoch"], state["is_new"]
+        self.executor.optimizers.load(self.optimizer, state["optimizer"])
+        if self.validation:
+            self.validation.load_state_dict(state["validation"])

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from confitune.engine.feed import batches
-from confitune.engine.step import classification_loss
-from confitune.errors import ConfituneError
+from confitune.engine.step import autocast, classification_loss
 from confitune.methods import Method, Step
 from confitune.nn import ContinualNet
 from confitune.settings import TrainSettings
@@ -33,13 +32,6 @@ class Validation:
         self.lr_factor = 1.0  # what the learning rate has come to
         self._lowest, self._waited = math.inf, 0  # the loss, and epochs since then
         self._best: dict[str, Any] | None = None  # the network of then
-
-    @classmethod
-    def of(cls, task: Task, settings: TrainSettings, seed: int) -> Validation | None:
-        """None where the settings leave no images out."""
-        if settings.lr_patience is not None and not settings.validation:
-            raise ConfituneError("lr_patience waits for a lower loss on images left out: set validation=0.1, too")
-        return cls(task, settings, seed) if settings.validation else None
 
     def look(self, net: ContinualNet, hooks: Sequence[Method]) -> None:
         """An epoch is over."""
@@ -58,7 +50,7 @@ class Validation:
         with net.evaluating():
             for pixels, labels in batches(images, self.settings.eval_batch_size, device):
                 x = self.task.inputs(pixels)
-                with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.bf16(device)):
+                with autocast(self.settings, device):
                     features = net.features(x)
                     logits = net.head(features)
                 step = Step(x, features, logits, labels, net)

@@ -8,10 +8,9 @@ that a network free of any penalty finds for the task at hand, by its Fisher inf
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from pydantic import Field
 
 from confitune.methods.importance import FisherEstimator, Mode, fisher
@@ -41,6 +40,7 @@ class AFEC(Method):
     cost = "training of the copy, one extra pass, the penalty in every step"
     reference = "Wang et al., NeurIPS 2021"
     Options = AfecOptions
+    in_place = True
     running = ("anchor", "weight")
     anchor: Tensors
     weight: Tensors
@@ -75,18 +75,13 @@ class AFEC(Method):
         if context.index:
             self._converge_to(self._free, context)
 
-    @torch.no_grad()
     def _converge_to(self, free: ContinualNet, context: TaskContext) -> None:
-        with torch.enable_grad():
-            fisher(context, self.options.fisher, self.options.mode, self.weight, free)
+        fisher(context, self.options.fisher, self.options.mode, self.weight, free)
         copy_into(self.anchor, shared_values(free))
 
     def pull(self) -> Pull | None:
         pulls = self.index and self.options.strength
         return Pull(self.anchor, self.weight, self.options.strength) if pulls else None
-
-    def captured_kind(self, index: int) -> Hashable:
-        return index > 0
 
     def state_dict(self) -> dict[str, Any]:
         free = self._saved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from confitune.methods.linear import fit_head
+from confitune.methods.linear import finish_with_head
 from confitune.methods.method import Method, Options, TaskContext
 from confitune.methods.stages import Stage, head_only, head_then_norms, hierarchical
 from confitune.nn import ContinualNet, Deltas, Head, Norms, Part
@@ -35,14 +35,9 @@ class LinearProbe(Method):
         return [Norms(affine=False, moments="pretrained"), Head()]
 
     def settle(self, context: TaskContext) -> bool:
-        if not self.options.converged:
-            return False
-        net = context.net
-        with net.evaluating():
-            fit = fit_head(context)
-        net.head.put(fit.weight, fit.bias)
-        net.finish_task()
-        return True
+        if self.options.converged:
+            finish_with_head(context)
+        return bool(self.options.converged)
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
         return head_only(epochs)
@@ -71,11 +66,7 @@ class Lda(Method):
         self._features = net.head.features
 
     def settle(self, context: TaskContext) -> bool:
-        net = context.net
-        with net.evaluating():
-            fit = fit_head(context)
-        net.head.put(fit.weight, fit.bias)
-        net.finish_task()
+        finish_with_head(context)
         return True
 
     def storage(self) -> int:

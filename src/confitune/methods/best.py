@@ -128,11 +128,13 @@ class Best(Method):
         """Compare what was trained with the head on images that neither has seen; finish the task if the head wins."""
         net, head = context.net, self._head(context)
         held = self._held(context)
-        labels, before = (values[held.to(values.device)] for values in (context.labels, head.right))
+        labels = context.labels[held.to(context.labels.device)]
+        before = head.right[held.to(head.right.device)]
         with net.evaluating():
             right = net.head(context.features(held)).argmax(1) == labels
         more, error = gain(right, before)
-        trained, alone = (100 * float(answers.double().mean()) for answers in (right, before))
+        trained = 100 * float(right.double().mean())
+        alone = 100 * float(before.double().mean())
         choice = self.choices[net.current_task]
         choice |= {"held_out": len(held), "trained": trained, "head": alone, "gain": more, "standard_error": error}
         words = f"held-out {trained:.1f}%; head alone {alone:.1f}%"
@@ -153,7 +155,7 @@ class Best(Method):
         context.note(f"a head on pre-trained features ({why})")
         return True
 
-    def finish(self, context: TaskContext) -> None:
+    def end_task(self, context: TaskContext) -> None:
         context.net.finish_task(owns=None if self._own else ["norms", "deltas", "head"])
 
     # ---- training --------------------------------------------------------------------------------------------------

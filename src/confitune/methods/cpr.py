@@ -6,8 +6,6 @@ Eq. 3: loss + beta * D_KL(f(x) || uniform), which up to a constant is loss - bet
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import log_softmax
@@ -29,11 +27,9 @@ class CPR(Method):
     cost = "the entropy term in every step"
     reference = "Cha et al., ICLR 2021"
     Options = CprOptions
+    in_place = True
 
     def loss(self, step: Step) -> Tensor:
         """-beta * mean entropy of the softmax."""
         log_p = log_softmax(step.logits.float(), 1)
         return float(self.options.beta) * (log_p.exp() * log_p).sum(1).mean()
-
-    def captured_kind(self, index: int) -> Hashable:
-        return None

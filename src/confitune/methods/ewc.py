@@ -6,8 +6,6 @@ information after the earlier tasks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 from pydantic import Field
 
@@ -36,6 +34,7 @@ class EWC(Method):
     cost = "the penalty in every step; one extra pass after each task"
     reference = "Kirkpatrick et al., PNAS 2017"
     settings = CLIPPED
+    in_place = True
     Options = EwcOptions
     kept = ("anchor", "fisher")
     scratch = ("new",)
@@ -46,13 +45,8 @@ class EWC(Method):
     def pull(self) -> Pull | None:
         return Pull(self.anchor, self.fisher, self.options.strength) if self.index else None
 
-    def captured_kind(self, index: int) -> Hashable:
-        return index > 0
-
-    @torch.no_grad()
     def end_task(self, context: TaskContext) -> None:
-        with torch.enable_grad():
-            fisher(context, self.options.fisher, self.options.mode, self.new)
+        fisher(context, self.options.fisher, self.options.mode, self.new)
         kept, t = list(self.fisher.values()), context.index
         torch._foreach_mul_(kept, t)
         torch._foreach_add_(kept, [self.new[name] for name in self.fisher])

@@ -33,22 +33,17 @@ def _unit(features: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FeatureSums:
-    """What is known of the features of all tasks' images.
+    """Sums over the features of all tasks' images, from which the classifier follows.
 
     >>> cats, dogs = torch.tensor([[3.0, 4.0], [4.0, 3.0]]), torch.tensor([[1.0, 0.0]])
     >>> one = FeatureSums.of(2).plus("pets", torch.cat([cats, dogs]), torch.tensor([0, 0, 1]), classes=2)
     >>> one.counts["pets"].tolist(), len(one.plus("more", dogs, torch.tensor([0]), 1).minus("more", dogs).sums)
     ([2.0, 1.0], 1)
-
-    Attributes:
-        second: [F, F], sum of x xT over all images.
-        counts: [K] by task, images of each class.
-        sums: [K, F] by task, sums of features of each class.
     """
 
-    second: Tensor
-    counts: Mapping[str, Tensor]
-    sums: Mapping[str, Tensor]
+    second: Tensor  # [F, F], sum of x xT over all images
+    counts: Mapping[str, Tensor]  # [K] by task, images of each class
+    sums: Mapping[str, Tensor]  # [K, F] by task, sums of features of each class
 
     @classmethod
     def of(cls, size: int) -> FeatureSums:
@@ -65,22 +60,20 @@ class FeatureSums:
     def minus(self, task: str, features: Tensor) -> FeatureSums:
         """Without a task, whose features are these."""
         x = _unit(features)
-        counts, sums = ({name: of for name, of in by.items() if name != task} for by in (self.counts, self.sums))
+        counts = {name: values for name, values in self.counts.items() if name != task}
+        sums = {name: values for name, values in self.sums.items() if name != task}
         return FeatureSums(self.second - x.T @ x, counts, sums)
 
     def gaussians(self, ridge: float = _USUAL_RIDGE) -> Gaussians:
-        """The classifier over all classes.
-
-        Args:
-            ridge: share of the mean variance within classes that is added to all variances.
-        """
+        """The classifier over all classes; `ridge` times the mean variance within classes is added to all variances."""
         counts, sums = torch.cat(list(self.counts.values())), torch.cat(list(self.sums.values()))
         used, images = counts.clamp_min(1)[:, None], counts.sum()
         means, centre = sums / used, sums.sum(0) / images
         within = (self.second - means.T @ sums) / images
         around = self.second / images - torch.outer(centre, centre)
         added = (ridge * within.diagonal().mean()).clamp_min(1e-9) * torch.eye(len(within), dtype=within.dtype)
-        whiten, whiten_all = (_whitening(covariance + added) for covariance in (within, around))
+        whiten = _whitening(within + added)
+        whiten_all = _whitening(around + added)
         tasks = tuple(self.counts)
         of_class = torch.cat([torch.full((len(self.counts[name]),), n) for n, name in enumerate(tasks)])
         white = means @ whiten
@@ -138,31 +131,18 @@ class FeatureSums:
 
 @dataclass(frozen=True)
 class Gaussians:
-    """Classes of all tasks as normal distributions.
+    """Classes of all tasks as normal distributions."""
 
-    Attributes:
-        tasks: names.
-        of_class: [C], for each class the place of its task.
-        whiten: [F, F]; features times it have unit variance within classes.
-        means: [C, F], of classes, whitened.
-        offsets: [C], half of their squared lengths.
-        centre: [F], of all images.
-        whiten_all: [F, F]; features times it have unit variance.
-        ridge: that it was made with.
-        temperature: that logits are divided by.
-        threshold: images that are more unusual are unknown.
-    """
-
-    tasks: tuple[str, ...]
-    of_class: Tensor
-    whiten: Tensor
-    means: Tensor
-    offsets: Tensor
-    centre: Tensor
-    whiten_all: Tensor
+    tasks: tuple[str, ...]  # names
+    of_class: Tensor  # [C], for each class the position of its task
+    whiten: Tensor  # [F, F]; features times it have unit variance within classes
+    means: Tensor  # [C, F], of classes, whitened
+    offsets: Tensor  # [C], half of the squared lengths of the means
+    centre: Tensor  # [F], of all images
+    whiten_all: Tensor  # [F, F]; features times it have unit variance
     ridge: float
-    temperature: float = 1.0
-    threshold: float = math.inf
+    temperature: float = 1.0  # that logits are divided by
+    threshold: float = math.inf  # images that are more unusual are unknown
 
     def logits(self, features: Tensor) -> Tensor:
         """[N, C], log-likelihoods up to what all classes share."""
@@ -199,13 +179,9 @@ class Gaussians:
         return (of_tasks == most) | (of_tasks >= _NEARLY)
 
     def refine(self, probabilities: Tensor, task: int, images: Tensor, own: Tensor) -> None:
-        """Share out a task's probability among its classes as its own network does; in place.
+        """Share out a task's probability among its classes as its own network does; in place, in [N, C].
 
-        Args:
-            probabilities: [N, C], of all classes.
-            task: its place.
-            images: [N], which images its network was asked about.
-            own: [n, K], its answers for these.
+        `images` [N] says which images the network was asked about, `own` [n, K] are its answers.
         """
         mine = (self.of_class == task).nonzero().flatten()
         rows = images.nonzero()

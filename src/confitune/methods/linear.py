@@ -18,28 +18,29 @@ _STEPS = 100
 
 @dataclass(frozen=True)
 class LinearFit:
-    """Logistic regression on features, and what it is worth.
+    """Logistic regression on features, and what it is worth."""
 
-    Attributes:
-        weight: [K, F].
-        bias: [K].
-        right: [N], whether an image is told right by the fit without its fold.
-        loss: mean cross-entropy of images in the fits without their folds.
-        folds: [N], the fold of each image, on the CPU.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    right: Tensor
-    loss: float
-    folds: Tensor
+    weight: Tensor  # [K, F]
+    bias: Tensor  # [K]
+    right: Tensor  # [N], whether the fit without an image's fold classifies it correctly
+    loss: float  # mean cross-entropy of images in the fits without their folds
+    folds: Tensor  # [N], the fold of each image, on the CPU
 
 
 def fit_head(context: TaskContext) -> LinearFit:
-    """Fitted to the features that the network, as it is, gives of the task's images; folds are drawn by its seed."""
+    """A head for the features that the network, as it is, gives of the task's images."""
     classes = len(context.net.tasks[context.net.current_task].classes)
     features = context.features(torch.arange(context.images))
     return fit_linear(features, context.labels, classes, folds_of(context.labels.cpu(), context.seed))
+
+
+def finish_with_head(context: TaskContext) -> None:
+    """Fit a head, and finish the task with it."""
+    net = context.net
+    with net.evaluating():
+        fit = fit_head(context)
+    net.head.put(fit.weight, fit.bias)
+    net.finish_task()
 
 
 def folds_of(labels: Tensor, seed: int) -> Tensor:

@@ -6,7 +6,6 @@ Eq. 4: L(theta) = L_n(theta) + lambda / 2 * sum of Omega_ij (theta_ij - theta*_i
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Literal
 
 import torch
@@ -39,6 +38,7 @@ class MAS(Method):
     cost = "the penalty in every step; one extra pass after each task"
     reference = "Aljundi et al., ECCV 2018"
     settings = CLIPPED
+    in_place = True
     Options = MasOptions
     kept = ("anchor", "omega")
     scratch = ("new",)
@@ -49,14 +49,9 @@ class MAS(Method):
     def pull(self) -> Pull | None:
         return Pull(self.anchor, self.omega, self.options.strength) if self.index else None
 
-    def captured_kind(self, index: int) -> Hashable:
-        return index > 0
-
-    @torch.no_grad()
     def end_task(self, context: TaskContext) -> None:
-        chosen = self.options
-        with torch.enable_grad():
-            squared, per_sample = chosen.output == "squared", chosen.gradients == "sample"
-            output_sensitivity(context, squared, per_sample, chosen.mode, self.new)
+        squared = self.options.output == "squared"
+        per_sample = self.options.gradients == "sample"
+        output_sensitivity(context, squared, per_sample, self.options.mode, self.new)
         torch._foreach_add_(list(self.omega.values()), [self.new[name] for name in self.omega])
         copy_into(self.anchor, shared_values(context.net))

@@ -47,20 +47,11 @@ class TaskContext(Protocol):
     net: ContinualNet
     index: int  # of the task, from 0
     seed: int  # for what a method draws in this task
-    batch_size: int  # images a training step
+    images: int  # in the training set
+    labels: Tensor  # of the training images, on the network's device
+    batch_size: int  # images per training step
+    epochs: int  # that the task is trained for
     epoch: int  # epochs done
-
-    @property
-    def epochs(self) -> int:
-        """That it is trained for."""
-
-    @property
-    def images(self) -> int:
-        """In its training set."""
-
-    @property
-    def labels(self) -> Tensor:
-        """Of its training images, on the network's device."""
 
     def batches(self, size: int) -> Iterable[tuple[Tensor, Tensor]]:
         """Inputs and labels of the training images in a random order, which is the same each time."""
@@ -90,37 +81,25 @@ class Method:
     The order in one step: forward, `loss`, backward, `read_gradients`, `add_gradients`, the optimizer's step,
     `after_step`. On a GPU these run inside a captured graph, so they work on tensors only: they wait for nothing (no
     `.item()`, no `if` on a value), and what they keep from step to step is changed in place.
-
-    Attributes:
-        name: as given to `--method`.
-        summary: what it does, in one line.
-        cost: what runs in addition to plain fine-tuning.
-        reference: its paper.
-        separate: every task gets a fresh copy of the pre-trained network.
-        joint: all tasks are learned at once.
-        sums_only: runs test it by sums of pre-trained features (`gaussian`) alone, not by its network.
-        settings: what its paper trains with, where a run does not say otherwise: fields of `TrainSettings`.
-        photos: the same for people's own photos, where that is another.
-        lr_factors: of groups of parameters whose learning rate is not the run's.
-        kept: names of `Tensors` attributes that are kept between tasks; they are allocated once, as zeros.
-        running: likewise, within a task.
-        scratch: likewise, for a moment.
     """
 
-    name: str = ""
-    summary: ClassVar[str] = ""
-    cost: ClassVar[str] = "nothing"
-    reference: ClassVar[str] = ""
-    separate: ClassVar[bool] = False
-    joint: ClassVar[bool] = False
-    sums_only: ClassVar[bool] = False
+    name: str = ""  # as given to `--method`
+    summary: ClassVar[str] = ""  # what it does, in one line
+    cost: ClassVar[str] = "nothing"  # what runs in addition to plain fine-tuning
+    reference: ClassVar[str] = ""  # its paper
+    separate: ClassVar[bool] = False  # every task gets a fresh copy of the pre-trained network
+    joint: ClassVar[bool] = False  # all tasks are learned at once
+    sums_only: ClassVar[bool] = False  # tested by sums of pre-trained features (`gaussian`), not by its network
+    Options: ClassVar[type[BaseModel]] = Options
+    # Fields of `TrainSettings` that its paper trains with, and those that differ for people's own photos.
     settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     photos: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    lr_factors: ClassVar[Mapping[str, float]] = MappingProxyType({})
+    lr_factors: ClassVar[Mapping[str, float]] = MappingProxyType({})  # of groups of parameters; default: 1
+    # Names of `Tensors` attributes, zeros at first, that it keeps between tasks, within a task, or for a moment.
     kept: ClassVar[tuple[str, ...]] = ()
     running: ClassVar[tuple[str, ...]] = ()
     scratch: ClassVar[tuple[str, ...]] = ()
-    Options: ClassVar[type[BaseModel]] = Options
+    in_place: ClassVar[bool] = False  # it keeps no other tensors: one captured step serves many tasks
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -133,7 +112,12 @@ class Method:
         METHODS[name] = cls
 
     def __init__(self, **options: Any) -> None:
-        self.options: Any = _checked(self.Options, self.name, options)
+        try:
+            self.options: Any = self.Options(**options)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            known = ", ".join(self.Options.model_fields) or "none"
+            raise ConfituneError(f"options of {self.name}: {problems} (there are: {known})") from error
         self.choices: dict[str, dict[str, Any]] = {}  # that it made for tasks, by name, and why: for people to read
         self.pull_most: float | None = None  # see `Pull.add_gradient`; set where steps would swing up without
         self.added: tuple[Method, ...] = ()  # methods that it is combined with, see `create_method`
@@ -217,18 +201,16 @@ class Method:
         """Parameters have moved."""
 
     def end_task(self, context: TaskContext) -> None:
-        """After the last step of a task, before it is finished."""
-
-    def finish(self, context: TaskContext) -> None:
-        """Store the task for good, all of it or the parts that it needs."""
-        context.net.finish_task()
+        """After the last step of a task; one that is to own some parts only is finished here, by `finish_task`."""
 
     def captured_kind(self, index: int) -> Hashable:
         """What a captured step depends on besides the values of tensors; a new kind is captured anew.
 
-        By default every task (`index`, from 0) is captured for itself where the method takes part in steps. One whose
-        tensors stay where they are gives what its steps depend on, and one capture serves many tasks.
+        Where the method takes part in steps, every task (`index`, from 0) is captured for itself, unless its tensors
+        stay in place: then there is one kind, and another one before there is anything to be pulled to.
         """
+        if self.in_place:
+            return index > 0 and type(self).pull is not Method.pull
         hooks = ("loss", "read_gradients", "pull", "add_gradients", "after_step")
         return index if any(getattr(type(self), hook) is not getattr(Method, hook) for hook in hooks) else None
 
@@ -248,13 +230,3 @@ class Method:
     def storage(self) -> int:
         """How many numbers are kept between tasks."""
         return sum(tensor.numel() for name in self.kept for tensor in getattr(self, name).values())
-
-
-def _checked(kind: type[BaseModel], name: str, options: Mapping[str, Any]) -> Any:
-    """The options of a method, or an error that says which are wrong and which there are."""
-    try:
-        return kind(**options)
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        known = ", ".join(kind.model_fields) or "none"
-        raise ConfituneError(f"options of {name}: {problems} (there are: {known})") from error

@@ -29,8 +29,7 @@ class Pull(NamedTuple):
     def add_gradient(self, net: ContinualNet, most: float | None = None) -> None:
         """Add its gradient in closed form, where there are gradients: cheaper than sending it through autograd.
 
-        Args:
-            most: times the distance, that it is for any weight.
+        For no weight it is more than `most` times the distance.
         """
         trained = trained_parameters(net)
         if not trained:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -15,19 +14,17 @@ from confitune.errors import ConfituneError
 from confitune.files import run_file
 from confitune.methods.method import METHODS, Method
 
-MethodOptions = Mapping[str, Mapping[str, Any]]  # by the name of the method: {"ewc": {"strength": 1e4}}
-
 _PAPER_NAMES = {"mas-cpr": "mas+cpr", "mas-afec": "mas+afec"}
 
 
-def create_method(name: str, options: MethodOptions | None = None) -> Method:
+def create_method(name: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> Method:
     """A method by name ('confit'), from a file ('my_method.py:MyMethod'), or several joined by '+' ('ewc+confit').
 
     Of a combination one may say what tasks own and when it is trained (default: fine-tuning); the others add to its
     steps. The paper's 'mas-cpr' and 'mas-afec' stand for 'mas+cpr' and 'mas+afec'.
 
     Args:
-        options: by the name of the method, see `confitune methods`.
+        options: by the name of the method, {"ewc": {"strength": 1e4}}; see `confitune methods`.
 
     >>> create_method("confit").parts()[0].kind
     'XconvNorms(window, running)'
@@ -63,7 +60,7 @@ def _class_of(name: str) -> type[Method]:
         return METHODS[name]
     place, colon, attribute = name.rpartition(":")
     if colon and place:
-        module = _from_file(Path(place).resolve()) if place.endswith(".py") else _imported(place)
+        module = _module(str(Path(place).resolve()) if place.endswith(".py") else place)
         found = getattr(module, attribute, None)
         if not (isinstance(found, type) and issubclass(found, Method) and found.name):
             raise ConfituneError(f"{place} has no method {attribute!r}: a class derived from Method, with a name")
@@ -73,18 +70,10 @@ def _class_of(name: str) -> type[Method]:
     raise ConfituneError(f"no method {name!r}: {hint}There are {', '.join(METHODS)}.")
 
 
-def _imported(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfituneError(f"no module {name!r} to take a method from ({error})") from error
-
-
 @cache
-def _from_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfituneError(f"no file {path} to take a method from")
+def _module(place: str) -> ModuleType:
+    """A file by its path, which is run once, or a module by its name."""
     try:
-        return run_file(str(path))
+        return run_file(place) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
-        raise ConfituneError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfituneError(f"no method can be taken from {place}: {type(error).__name__}: {error}") from error

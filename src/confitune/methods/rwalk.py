@@ -6,7 +6,6 @@ the loss's fall a weight brought about per distance in the space of distribution
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Literal
 
 import torch
@@ -42,6 +41,7 @@ class RWalk(Method):
     cost = "the penalty, the Fisher and the path integral in every step"
     reference = "Chaudhry et al., ECCV 2018"
     settings = CLIPPED
+    in_place = True
     Options = RwalkOptions
     kept = ("anchor", "weight", "fisher", "score")
     running = ("previous", "gradient")
@@ -62,7 +62,6 @@ class RWalk(Method):
         """lambda * (F + s)(...)^2 has no half in front."""
         return Pull(self.anchor, self.weight, 2 * self.options.strength) if self.index else None
 
-    @torch.no_grad()
     def after_step(self, net: ContinualNet) -> None:
         """Eq. 7 and 8, one step."""
         if self.options.gradient == "total":
@@ -85,10 +84,6 @@ class RWalk(Method):
             torch._foreach_clamp_min_(gain, 0.0)
         torch._foreach_add_(of(self.score, steps), gain)
 
-    def captured_kind(self, index: int) -> Hashable:
-        return index > 0
-
-    @torch.no_grad()
     def end_task(self, context: TaskContext) -> None:
         scores = list(self.score.values())
         torch._foreach_mul_(scores, 0.5)

@@ -7,7 +7,6 @@ Eq. 5: Omega = sum over tasks of w / (Delta^2 + xi), Delta the way the weight we
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Literal
 
 import torch
@@ -37,6 +36,7 @@ class SI(Method):
     cost = "the penalty and the path integral in every step"
     reference = "Zenke et al., ICML 2017"
     settings = CLIPPED
+    in_place = True
     Options = SiOptions
     kept = ("anchor", "omega")
     running = ("previous", "gradient", "start", "path")
@@ -47,7 +47,6 @@ class SI(Method):
     start: Tensors
     path: Tensors
 
-    @torch.no_grad()
     def begin_task(self, context: TaskContext) -> None:
         copy_into(self.previous, shared_values(context.net))
         copy_into(self.start, shared_values(context.net))
@@ -60,7 +59,6 @@ class SI(Method):
         """c * Omega * (...)^2 has no half in front."""
         return Pull(self.anchor, self.omega, 2 * self.options.strength) if self.index else None
 
-    @torch.no_grad()
     def after_step(self, net: ContinualNet) -> None:
         """Eq. 3, one step: w -= g * (theta_after - theta_before)."""
         if self.options.gradient == "total":
@@ -69,10 +67,6 @@ class SI(Method):
         if steps:
             torch._foreach_addcmul_(of(self.path, steps), of(self.gradient, steps), list(steps.values()), -1.0)
 
-    def captured_kind(self, index: int) -> Hashable:
-        return index > 0
-
-    @torch.no_grad()
     def end_task(self, context: TaskContext) -> None:
         for name, now in shared_values(context.net).items():  # Eq. 5
             importance = self.path[name] / ((now - self.start[name]).square() + self.options.damping)

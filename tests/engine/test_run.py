@@ -75,7 +75,7 @@ def runs(make_run, tmp_path):
         folder.mkdir(exist_ok=True)
         # The killer comes last: what it kills has been logged, as when a process dies after an epoch.
         listeners = (CsvLog(folder), *listeners)
-        options = {"epochs": 5, "checkpoint_epochs": 1, "config": {"what": "test"}, **options}
+        options = {"epochs": 5, "config": {"what": "test"}, **options}
         return make_run(listeners=listeners, folder=folder, **options)
 
     return make
@@ -123,20 +123,18 @@ def test_the_log_of_an_undisturbed_run_has_every_epoch_once(runs, tmp_path):
     assert pairs == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
 
 
-@pytest.mark.parametrize("every", [2, 5])
-def test_killed_anywhere_within_a_task(runs, tmp_path, every):
+def test_killed_anywhere_within_a_task(runs, tmp_path):
     whole_run = runs("whole")
     reference = whole_run.run()
     for task, epoch in [(0, 0), (0, 4), (1, 2), (2, 4)]:
         folder = f"killed in {task} at {epoch}"
         with pytest.raises(Killed):
-            runs(folder, Killer(task, epoch), checkpoint_epochs=every).run()
+            runs(folder, Killer(task, epoch)).run()
         starts = Starts()
-        run = runs(folder, starts, checkpoint_epochs=every)
-        saved = (task, epoch // every * every)
-        assert run.resume() == (saved != (0, 0))
+        run = runs(folder, starts)
+        assert run.resume() == ((task, epoch) != (0, 0))
         found = run.run()
-        assert starts.epochs == [pair for pair in itertools.product(range(3), range(5)) if pair >= saved]
+        assert starts.epochs == [pair for pair in itertools.product(range(3), range(5)) if pair >= (task, epoch)]
         assert_same(found, run, reference, whole_run, tmp_path / folder, tmp_path / "whole")
 
 
@@ -332,7 +330,7 @@ def test_diverging_in_the_very_last_step(make_run, sequence):
 
 def test_without_a_folder_nothing_is_written(make_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    make_run(checkpoint_epochs=1).run()
+    make_run().run()
     assert list(tmp_path.iterdir()) == []
 
 
