@@ -2,7 +2,9 @@
 
 import re
 import shlex
+import sys
 from collections import defaultdict
+from importlib.metadata import distributions
 from itertools import pairwise
 from pathlib import Path
 
@@ -249,18 +251,21 @@ def test_one_version_everywhere():
     assert re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == version
 
 
+def pins(file):
+    """What a file of constraints names, with the version of each."""
+    requirements = pytest.importorskip("packaging.requirements")
+    utils = pytest.importorskip("packaging.utils")
+    lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
+    found = [requirements.Requirement(line) for line in lines]
+    return {utils.canonicalize_name(one.name): str(one.specifier).removeprefix("==") for one in found}
+
+
 def test_every_dependency_has_a_lower_bound_that_is_tested_and_a_locked_version():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
     requirements = pytest.importorskip("packaging.requirements")
     utils = pytest.importorskip("packaging.utils")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-
-    def pins(file):
-        lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
-        found = [requirements.Requirement(line) for line in lines]
-        return {utils.canonicalize_name(one.name): str(one.specifier).removeprefix("==") for one in found}
-
     oldest, locked = pins("constraints-oldest.txt"), pins("constraints.txt")
     used = [requirements.Requirement(text) for text in project["dependencies"]]
     used += [requirements.Requirement(text) for extra in ("serve", "export", "ray") for text in extras[extra]]
@@ -274,3 +279,17 @@ def test_every_dependency_has_a_lower_bound_that_is_tested_and_a_locked_version(
         one = requirements.Requirement(text)
         name = utils.canonicalize_name(one.name)
         assert name == project["name"] or one.specifier.contains(locked[name]), f"{one}: {locked.get(name)} is locked"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems need other packages")
+def test_what_a_locked_package_needs_is_locked():
+    requirements = pytest.importorskip("packaging.requirements")
+    utils = pytest.importorskip("packaging.utils")
+    locked = pins("constraints.txt")
+    here = [package for package in distributions() if locked.get(utils.canonicalize_name(package.name)) is not None]
+    for package in here:
+        if package.version.partition("+")[0] != locked[utils.canonicalize_name(package.name)]:
+            continue  # another version may need others
+        for one in map(requirements.Requirement, package.requires or ()):
+            needed = one.marker is None or one.marker.evaluate({"extra": ""})
+            assert not needed or utils.canonicalize_name(one.name) in locked, f"{package.name} needs {one}"

@@ -1,15 +1,17 @@
-"""Kill `learn`, `learn --into`, `tasks --remove` and `tasks --undo` at random moments, and look at what the bundle is.
+"""Kill `learn`, `learn --into` and changes of `tasks` at random moments, and look at what the bundle is.
 
     PYTHONPATH=src:tests python -m attack.learns --kills 100
 
-It must be what it was or what it should become, whole, with nothing in the way of the same command done again, after
-which it is exactly what an undisturbed one gives. Every change is a child process, forked so that torch is imported
-once; it dies before or after one of its calls to the operating system that touch the disk, drawn at random.
+It must be what it was or what it should become, whole, every answer to the bit, with nothing in the way of the same
+command done again, after which it is exactly what an undisturbed one gives. Every change is a child process, forked so
+that torch is imported once; it dies before or after one of its calls to the operating system that touch the disk, drawn
+at random.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -24,11 +26,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from confitune.deploy import Bundle, LearnSettings, changing, examine, go_back, grow, learn
+from confitune.deploy import Bundle, LearnSettings, Predictor, changing, examine, go_back, grow, learn, remove_class
 from confitune.deploy.bundle import BundleChange
 from confitune.methods import METHODS
 from deploy.conftest import picture
-from deploy.shared import settling
+from deploy.shared import answers, settling
 from experiments.kills import child
 
 CALLS = ("fsync", "replace", "unlink", "open")
@@ -47,7 +49,7 @@ def main() -> None:
     chance, done = random.Random(options.seed), 0
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
-        for task in ("reds", "greens", "blues"):
+        for task in ("reds", "stripes", "blues"):
             draw(root / "photos" / task, task)
         bundles = {name: Changes(root / name, root / "photos", *kind) for name, kind in BUNDLES.items()}
         while done < options.kills:
@@ -58,9 +60,9 @@ def main() -> None:
 
 
 def draw(folder: Path, task: str, side: int = 64) -> None:
-    """Ten pictures of each of two classes."""
+    """Ten pictures of each of two classes, of three where there are three."""
     chance = np.random.default_rng(len(task))
-    for label in range(2):
+    for label in range(3 if task == "stripes" else 2):
         (folder / f"{task} {label}").mkdir(parents=True)
         for n in range(10):
             picture(task, label, chance, side).save(folder / f"{task} {label}" / f"{n}.png")
@@ -78,7 +80,7 @@ class Changes:
 
     def __init__(self, root: Path, photos: Path, method: str, head: bool) -> None:
         self.root, self.photos, self.method, self.head = root, photos, method, head
-        for task in ("reds", "greens"):
+        for task in ("reds", "stripes"):
             require(child(lambda: self.learn(task, root / "before")) == 0, "the bundle could not be made")  # noqa: B023
         self.work: dict[str, Callable[[Path], object]] = {
             "learn": lambda path: self.learn("blues", path),
@@ -87,6 +89,9 @@ class Changes:
         }
         if method == "best":  # others move what tasks share, and none of their tasks can grow
             self.work["grow"] = self.grow
+            self.work["remove class"] = lambda path: change(
+                path, lambda opened: remove_class(opened, "stripes", "stripes 1")
+            )
         self.before, self.after, self.calls = state(root / "before"), {}, {}
         for name, work in self.work.items():
             shutil.copytree(root / "before", root / name)
@@ -136,14 +141,21 @@ def change(path: Path, work: Callable[[BundleChange], object]) -> None:
 
 
 def state(path: Path) -> Any:
-    """All that a bundle says and holds, but for times."""
+    """All that a bundle says, but for times, and what it answers with and without a task."""
     bundle = Bundle.open(path)
     require(bundle.damage is None, f"{path} is damaged: {bundle.damage}")
-    for task in bundle.tasks:
-        bundle.task_state(task)  # compares it with its hash
+    for task in bundle.tasks:  # each file is compared with its hash
+        bundle.task_state(task)
         bundle.held_out(task)
-    records = {task: record.model_copy(update={"learned": ""}) for task, record in bundle.tasks.items()}
-    return list(records), records, bundle.manifest.lineage
+        bundle.features(task)
+    said = json.loads((path / "bundle.json").read_bytes())
+    for of in (said, *said["tasks"].values()):
+        for name in ("written", "learned", "checksum"):
+            of.pop(name, None)
+    pixels = torch.randint(0, 256, (3, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+    guesses = Predictor(bundle, device="cpu").predict(pixels, [None] * 3, top=9)
+    logits = {task: rows.tolist() for task, rows in answers(path).items()}
+    return list(said["tasks"]), said, logits, [guess.told(9) for guess in guesses]
 
 
 def counting(work: Callable[[], object], into: Path) -> None:

@@ -85,9 +85,9 @@ def flipped(data: bytes, position: int) -> bytes:
     return bytes(changed)
 
 
-def damage_task(path: Path, task: str, position: int = 5000) -> Path:
-    """Change one bit of a task's file, whose size stays what it was; gives the file."""
-    file = path / "tasks" / f"{Bundle.open(path).record(task).file.sha256}.safetensors"
+def damage_task(path: Path, task: str, position: int = 5000, of: str = "file") -> Path:
+    """Change one bit of a file of a task, whose size stays what it was; gives the file."""
+    file = path / getattr(Bundle.open(path).record(task), of).name
     file.write_bytes(flipped(file.read_bytes(), position))
     return file
 

@@ -66,6 +66,13 @@ def test_a_flipped_byte_of_the_manifest_goes_back(taught, taught_once, warned):
         assert as_before(path, manifest, taught_once, warned)
 
 
+def test_a_wrong_bit_in_the_number_of_the_format_goes_back(taught, taught_once, warned):
+    path = taught(2)
+    text = (path / "bundle.json").read_text()
+    (path / "bundle.json").write_text(text.replace('"format": 3', '"format": 2'))
+    assert as_before(path, path / "bundle.json", taught_once, warned)
+
+
 @pytest.mark.parametrize("how", ["manifest gone", "backbone gone", "backbone cut", "backbone flipped"])
 def test_the_state_before_answers_as_it_did(taught, taught_once, warned, how):
     path = taught(2)

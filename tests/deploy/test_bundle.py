@@ -1,16 +1,18 @@
 """What a bundle keeps, what it refuses, and that damage to it is never passed over."""
 
+import errno
 import hashlib
 import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from confitune.deploy import Bundle, BundleError, TaskRecord, changing, check_tasks, examine
+from confitune.deploy import Bundle, BundleError, TaskRecord, changing, check_tasks, examine, go_back
 from confitune.deploy.bundle import StoredFile
 from confitune.deploy.bundle.format import check_name
 from confitune.nn import XconvNorms
@@ -569,23 +571,51 @@ def test_learning_goes_on_beside_damaged_tasks(taught, teach):
     assert list(Bundle.open(path).tasks) == ["reds", "stripes", "greens", "checks"]
 
 
-def test_a_damaged_task_is_restored_from_a_copy(taught):
-    good, path = taught(2, "good"), taught(2)
-    expected = Bundle.open(good).task_state("stripes")
-    damage_task(path, "stripes")
+@pytest.mark.parametrize("of", ["held_out", "features"])
+def test_damage_to_what_is_kept_of_photos_costs_nothing_else(taught, teach, of):
+    path = taught(3)
+    damage_task(path, "reds", -100, of)
+    damage_task(path, "greens", -100, of)
+    teach("checks", path)
     bundle = Bundle.open(path)
+    with changing(bundle) as change:
+        change.remove_task("reds")
+    assert list(bundle.tasks) == ["stripes", "greens", "checks"]
+    guessed = {"held_out": ("stripes", "greens", "checks"), "features": ("stripes", "checks")}[of]
+    assert Bundle.open(path).label_space().tasks == guessed
+
+
+@pytest.mark.parametrize(
+    ("of", "read"), [("file", False), ("file", True), ("held_out", False), ("features", False)], ids=str
+)
+def test_a_damaged_task_is_restored_from_a_copy(taught, of, read):
+    good, path = taught(2, "good"), taught(2)
+    expected, bundle = Bundle.open(good).task_state("stripes"), Bundle.open(path)
+    if read:
+        bundle.task_state("stripes")  # while it was whole
+    damage_task(path, "stripes", -100, of)
     with changing(bundle) as change:
         change.remove_task("stripes")
         change.copy_task(Bundle.open(good), "stripes")
     restored = Bundle.open(path).task_state("stripes")
     assert all(torch.equal(restored[key], tensor) for key, tensor in expected.items())
+    assert examine(path).findings == []
 
 
-def test_nothing_is_changed_without_a_lock(taught, monkeypatch):
+def no_locks(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+@pytest.mark.parametrize("locks", [None, SimpleNamespace(flock=no_locks, LOCK_EX=2, LOCK_NB=4)], ids=["Windows", "NFS"])
+def test_nothing_is_changed_without_a_lock(taught, monkeypatch, locks):
     path = taught(2)
-    monkeypatch.setattr("confitune.files.fcntl", None)
+    before = contents(path)
+    monkeypatch.setattr("confitune.files.fcntl", locks)
     with pytest.raises(BundleError, match="cannot be locked"), changing(Bundle.open(path)):
         pytest.fail("it was changed")
+    with pytest.raises(BundleError, match="cannot be locked"):
+        go_back(Bundle.open(path))
+    assert contents(path) == before
 
 
 def test_one_wrong_bit_in_the_manifest_before_is_damage_and_no_other_version(taught):
@@ -594,10 +624,13 @@ def test_one_wrong_bit_in_the_manifest_before_is_damage_and_no_other_version(tau
     (path / "bundle.before.json").write_text(text.replace('"format": 3', '"format": 2'))
     bundle = Bundle.open(path)
     assert bundle.damage is None
+    with pytest.raises(BundleError, match=r"bundle\.before\.json is damaged: its checksum does not match"):
+        go_back(bundle)
     with changing(bundle) as change:
         change.rename_task("reds", "rot")
-    assert examine(path, repair=True)
     assert examine(path).findings == []
+    go_back(bundle)  # the change has mended it
+    assert list(Bundle.open(path).tasks) == ["reds", "stripes"]
 
 
 def test_learning_into_a_bundle_without_tasks_says_so(taught, teach):
@@ -613,14 +646,19 @@ EVIL = ("\x1b[2J", "a\nb", "a\rb", "\u202egnp.exe", "\x9b31m", "a\u2028b")
 
 
 @pytest.mark.parametrize("name", EVIL)
-@pytest.mark.parametrize("place", ["task", "class"])
+@pytest.mark.parametrize("place", ["task", "class", "learned", "model", "weights", "written"])
 def test_names_that_a_terminal_would_obey_are_refused_on_reading(taught, name, place):
     path = taught(1)
     (path / "bundle.before.json").unlink()
-    record = json.loads((path / "bundle.json").read_bytes())["tasks"]["reds"]
-    if place == "class":
+    said = json.loads((path / "bundle.json").read_bytes())
+    record = said["tasks"]["reds"]
+    if place == "task":
+        said["tasks"] = {name: record}
+    elif place == "class":
         record["classes"][0] = name
-    edited(path / "bundle.json", tasks={name if place == "task" else "reds": record})
+    else:
+        {"learned": record, "written": said}.get(place, said["network"])[place] = name
+    edited(path / "bundle.json", **said)
     with pytest.raises(BundleError, match="damaged") as refused:
         Bundle.open(path)
     assert name not in str(refused.value)

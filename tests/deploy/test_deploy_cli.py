@@ -16,6 +16,7 @@ from PIL import ExifTags, Image
 
 from confitune import cli
 from confitune.deploy import Bundle, Predictor, changing, check_tasks
+from confitune.errors import ConfituneError
 from confitune.methods import METHODS
 from deploy.shared import contents, guess, plain, settling
 
@@ -523,6 +524,20 @@ def test_undo(confitune, taught):
     assert "--undo goes back on its own" in refused(confitune("tasks", path, "--undo", "--remove", "reds"))
 
 
+def test_a_server_goes_by_its_host_and_the_names_that_are_allowed(confitune, taught_once, monkeypatch):
+    pytest.importorskip("fastapi", reason="pip install 'confitune[serve]'")
+    asked = []
+
+    def create_app(predictor, limits, hosts):
+        asked.extend(hosts)
+        raise ConfituneError("that is enough")
+
+    monkeypatch.setattr("confitune.deploy.server.app.create_app", create_app)
+    names = ["--host", "my.machine", "--allow-host", "a.example", "--allow-host", "b.example"]
+    assert "that is enough" in refused(confitune("serve", taught_once[1], *names, "--device", "cpu"))
+    assert asked == ["my.machine", "a.example", "b.example"]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="names are bytes on POSIX")
 def test_names_of_files_cannot_move_the_cursor(confitune, taught_once, tmp_path):
     for name in ("a\x1b[2J.png", os.fsdecode(b"\xff\xfe.png")):
@@ -531,6 +546,9 @@ def test_names_of_files_cannot_move_the_cursor(confitune, taught_once, tmp_path)
         assert said.code == 1
         assert "\x1b" not in said.err
         assert "cannot read the image" in said.err
+    said = confitune("predict", taught_once[1], tmp_path / "none\x1b[2J.png", "--device", "cpu")
+    assert "there is no image" in refused(said)
+    assert "\x1b" not in said.err
 
 
 def test_a_terminal_without_unicode(taught_once, tmp_path):
@@ -542,10 +560,12 @@ def test_a_terminal_without_unicode(taught_once, tmp_path):
     }
     path = tmp_path / "größe"
     shutil.copytree(taught_once[1], path)
+    with changing(Bundle.open(path)) as change:
+        change.rename_task("reds", "鳥")
     program = [sys.executable, "-m", "confitune", "tasks", str(path), "--remove", "名"]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     program = [sys.executable, "-m", "confitune", "tasks", str(path)]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, "reds" in done.stdout) == (0, True)
+    assert (done.returncode, "\\u9ce5" in done.stdout) == (0, True)

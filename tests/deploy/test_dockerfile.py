@@ -64,6 +64,12 @@ def test_it_copies_what_there_is_and_installs_extras_that_there_are(steps):
     assert tuple(map(int, version.groups())) >= (3, 10)
 
 
+def test_it_installs_what_is_locked(steps):
+    installs = [part for rest in arguments(steps, "RUN") for part in rest.split("&&") if "pip install" in part]
+    assert installs
+    assert all("-c constraints.txt" in part for part in installs)
+
+
 def test_its_check_of_health_is_python_that_asks_a_path_there_is(steps):
     (check,) = arguments(steps, "HEALTHCHECK")
     program = json.loads(check.removeprefix("CMD "))

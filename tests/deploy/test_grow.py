@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from confitune.methods import METHODS
 from confitune.methods.linear import fit_linear, folds_of
 from deploy.shared import answers, contents, settling
 
+growing = importlib.import_module("confitune.deploy.grow")  # the package has a function of that name
 TASKS = ("reds", "stripes", "greens", "blues", "yellows")
 SETTINGS = LearnSettings(device="cpu", batch_size=4, keep=64)
 
@@ -154,6 +157,17 @@ def test_a_failed_growth_changes_nothing(path, photos, decoded, tmp_path):
             remove_class(change, "reds", "wren")
         with pytest.raises(BundleError, match="needs at least two classes"):
             remove_class(change, "reds", "reds 0")
+    assert contents(path) == before
+
+
+def test_a_growth_that_came_out_wrong_is_not_committed(path, photos, decoded, monkeypatch):
+    def fit(features, labels, classes, folds):
+        return SimpleNamespace(weight=torch.full((classes, features.shape[1]), torch.nan), bias=torch.zeros(classes))
+
+    before = contents(path)
+    monkeypatch.setattr(growing, "fit_linear", fit)
+    with pytest.raises(BundleError, match=r"'reds' is left as it was: .* are not finite"):
+        grow(photos("stripes"), "reds", path, SETTINGS, cache_dir=decoded)
     assert contents(path) == before
 
 

@@ -486,22 +486,37 @@ def test_a_diverged_task_is_not_committed(teach, tmp_path, method, lr):
     assert contents(tmp_path / "model") == before
 
 
-def test_a_task_that_is_always_answered_the_same_is_not_committed(teach, tmp_path, monkeypatch):
-    path = tmp_path / "model"
-    teach("reds", path, method="linear-probe", lr=0.5, epochs=20)
+def always_the_same(head):
+    for parameter in head.offered():
+        parameter.data.zero_()
 
-    real = TaskFit.fit
 
-    def learn_nothing(self):
+def never_the_last(head):
+    head.linear.bias.data[-1] = -torch.inf
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (always_the_same, "33% of its training photos are right; chance level is 33%"),
+        (never_the_last, "its numbers are not finite"),  # though two of three classes may be right
+    ],
+)
+def test_a_task_that_came_out_wrong_is_not_committed(teach, tmp_path, monkeypatch, spoil, why):
+    path, well = tmp_path / "model", {"lr": 0.5, "epochs": 20}
+    teach("reds", path, method="linear-probe", **well)
+    before, real = contents(path), TaskFit.fit
+
+    def fit(self):
         real(self)
         self.net.reopen("stripes")
-        for parameter in self.net.head.offered():
-            parameter.data.zero_()
+        spoil(self.net.head)
         self.net.finish_task()
 
-    monkeypatch.setattr(TaskFit, "fit", learn_nothing)
-    with pytest.raises(DivergedError, match=r"33% of its training photos are right; chance level is 33%"):
-        teach("stripes", path)
+    monkeypatch.setattr(TaskFit, "fit", fit)
+    with pytest.raises(DivergedError, match=why):
+        teach("stripes", path, **well)
+    assert contents(path) == before
 
 
 def test_the_last_change_is_undone_once(taught, teach, taught_once):

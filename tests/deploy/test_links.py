@@ -2,16 +2,18 @@
 
 import os
 import shutil
+import signal
 
 import pytest
 
 from confitune.deploy import Bundle, BundleError, Predictor
+from confitune.deploy.bundle.format import FOLDERS
 from confitune.deploy.bundle.store import Store
 from confitune.files import open_plain
 from deploy.shared import contents
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links and pipes as POSIX has them")
-NAMES = ("bundle.json", "bundle.before.json", ".lock", "tasks", "backbones", "held-out")
+NAMES = ("bundle.json", "bundle.before.json", ".lock", *FOLDERS)
 
 
 def refused(path, work=None):
@@ -61,6 +63,17 @@ def test_a_linked_task_is_damaged(taught):
     assert Predictor.from_bundle(path, device="cpu").network_for("stripes")
 
 
+@pytest.fixture
+def in_time():
+    """Whatever hangs fails."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_a_pipe_does_not_hang(taught, name):
     path = taught(2)
@@ -70,6 +83,7 @@ def test_a_pipe_does_not_hang(taught, name):
     refused(path, change)
 
 
+@pytest.mark.usefixtures("in_time")
 def test_a_pipe_in_place_of_a_task_does_not_hang(taught):
     path = taught(1)
     file = path / "tasks" / f"{Bundle.open(path).record('reds').file.sha256}.safetensors"

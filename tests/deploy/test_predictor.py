@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import struct
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,10 @@ import torch
 from PIL import Image
 
 from confitune.deploy import Bundle, BundleError, Predictor, changing, check_tasks, image_files, predict_files
+from confitune.deploy.bundle import StoredFile
+from confitune.deploy.bundle.store import Store
 from confitune.tasks import DataError, DataMissingError, UnreadableImageError
-from deploy.shared import checked, damage_task, guess
+from deploy.shared import checked, damage_task, edited, guess
 
 TASKS = ("reds", "stripes", "greens", "checks", "blues", "yellows")
 
@@ -477,6 +480,18 @@ def test_a_task_whose_finite_weights_overflow_harms_no_other(taught, pixels):
         assert 0 <= found.task_confidence <= 1
     with pytest.raises(BundleError, match="'hostile' gives NaN or infinite outputs"):
         predictor.predict(pixels["reds"], ["hostile"] * 8)
+
+
+def test_sums_that_give_no_probabilities_are_refused(taught, pixels):
+    path = taught(2)
+    files, said = Store(path), json.loads((path / "bundle.json").read_bytes())
+    state = files.read(StoredFile(**said["sums"]))
+    forged = files.store("features", {**state, "chosen": torch.zeros(3)})
+    edited(path / "bundle.json", sums=forged.model_dump())
+    predictor = Predictor.from_bundle(path, device="cpu")
+    with pytest.raises(BundleError, match=r"sums of features .* name the task"):
+        predictor.predict(pixels["reds"], [None] * 8)
+    assert predictor.predict(pixels["reds"], ["reds"] * 8)
 
 
 def test_pre_trained_features_answer_for_a_damaged_task(taught, pixels):

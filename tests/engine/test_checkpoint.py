@@ -1,12 +1,17 @@
 """What a checkpoint's file says comes back, and nothing more than it holds."""
 
+import io
 import json
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save
 
-from confitune.engine.checkpoint import data_of, differences, values_of
+from confitune.engine.checkpoint import CHECKPOINT, Checkpoint, data_of, differences, values_of
+from confitune.errors import ConfituneError
+from confitune.files import write_sealed
 
 
 def test_values_come_back():
@@ -47,6 +52,30 @@ def test_a_tensor_is_no_larger_than_what_is_stored_of_it():
     data = data_of({"net": torch.zeros(4)})
     with pytest.raises(Exception, match=r"(?i)tensor|offset|header"):
         values_of(data.replace(b'"shape":[4]', b'"shape":[9]'))
+
+
+class Runs:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def torch_bytes(values):
+    torch.save(values, out := io.BytesIO())
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("pickled", [pickle.dumps, torch_bytes])
+def test_a_pickle_is_no_checkpoint_and_is_not_run(tmp_path, pickled):
+    write_sealed(tmp_path / CHECKPOINT, pickled({"config": {}, "net": Runs(tmp_path / "ran")}))
+    with pytest.raises(ConfituneError, match=r"checkpoint\.pt is no checkpoint of this version") as refused:
+        Checkpoint.load(tmp_path, {})
+    assert "weights_only" not in str(refused.value)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_whatever_a_configuration_holds_can_be_shown():

@@ -2,6 +2,7 @@
 
 import io
 import struct
+import time
 import zlib
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ from PIL import Image
 from torchvision import transforms
 
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, DataError, Pipeline, UnreadableImageError, open_rgb
-from confitune.tasks.decode import byte_wrap_table, to_rgb
+from confitune.tasks.decode import byte_wrap_table, pixels_of, to_rgb
 
 CLEAN = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224)])
 
@@ -179,6 +180,15 @@ def test_a_jpeg_of_endless_scans_is_refused_before_it_is_decoded(monkeypatch) ->
     monkeypatch.setattr("PIL.JpegImagePlugin.JpegImageFile.load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(UnreadableImageError, match=r"cat\.jpg: it is coded in 51 scans, more than 50; save it again"):
         open_rgb(io.BytesIO(progressive(41)), name="cat.jpg")
+
+
+def test_only_the_first_of_endless_frames_is_looked_at() -> None:
+    screen = b"GIF89a" + struct.pack("<HHBBB", 30, 20, 0x80, 0, 0) + b"\0\0\0\xff\xff\xff"
+    frame = b"\x21\xf9\x04\4\5\0\0\0" + b"\x2c" + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + b"\2\2\x44\1\0"
+    data, began = screen + frame * 400_000 + b"\x3b", time.process_time()
+    assert pixels_of(data) == 600
+    assert open_rgb(io.BytesIO(data)).size == (30, 20)
+    assert time.process_time() - began < 0.2
 
 
 def test_what_follows_a_jpeg_or_is_its_thumbnail_counts_for_nothing() -> None:

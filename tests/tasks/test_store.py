@@ -2,12 +2,14 @@
 
 import errno
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from PIL import Image
 
 import confitune
 from confitune import files
-from confitune.tasks import DataError, Pipeline, UnreadableImageError
+from confitune.tasks import DataError, Pipeline, UnreadableImageError, store
 from confitune.tasks.store import ImageFile, open_store
 
 COUNT = 6
@@ -127,6 +129,20 @@ def test_a_damaged_store_is_built_again(build, tmp_path: Path, damage: Callable[
     assert decoded == COUNT
     assert torch.equal(again, pixels)
     assert build()[1] == 0
+
+
+def test_the_last_byte_of_a_large_store_is_compared_too(build, tmp_path: Path) -> None:
+    """260 MB of zeros, which take no space on disk."""
+    build()
+    header, place, count = json.loads(only(tmp_path / "cache", "*.json").read_text()), tmp_path / "large", 1800
+    shape, black = (count, 3, 224, 224), crc32(bytes(3 * 224 * 224))
+    place.with_suffix(".json").write_text(json.dumps({**header, "shape": shape, "crc32": [black] * count}))
+    with place.with_suffix(".u8").open("wb") as file:
+        file.truncate(math.prod(shape))
+        assert store._read(place, shape) is not None
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    assert store._read(place, shape) is None
 
 
 def test_a_changed_file_or_pipeline_is_another_store(build, photos: Path, tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ def grow(
         before = None if kept is None else evaluate(net, kept, training)
         fitted = features.train if features.own is None else features.own
         head = fit_linear(fitted, features.labels, len(classes), folds_of(features.labels, settings.seed))
+        if not all(bool(part.isfinite().all()) for part in (features.train, features.held_out, head.weight, head.bias)):
+            raise BundleError(f"task {task!r} is left as it was: features of these photos, or its head, are not finite")
         _put_head(net, task, head.weight, head.bias, classes)
         changes, held_out = [], keep_some(images.test, settings.keep, settings.seed)
         if kept is not None:

@@ -215,6 +215,8 @@ class Predictor:
             raise BundleError(f"{self.bundle.path} keeps no features of any of these tasks: name one with --task")
         allowed = None if among is None else torch.tensor([name in among for name in space.tasks])
         probabilities = space.probabilities(features, allowed)
+        if not probabilities.isfinite().all():
+            raise BundleError(f"{self.bundle.path} keeps sums of features that give no probabilities: name the task")
         for task, images in enumerate(space.leading(probabilities).T):
             if images.any():
                 try:

@@ -376,12 +376,30 @@ def test_no_body_makes_the_server_fail(shared, kind, pieces):
 
 def test_idle_connections_make_room_for_who_asks(sizes):
     with serving(sizes, connections=5) as client, ExitStack() as stack:
-        for _ in range(30):
-            stack.enter_context(connected(client))
+        idle = [stack.enter_context(connected(client)) for _ in range(80)]  # more than are kept for health
         for _ in range(3):
             with httpx.Client(base_url=client.base_url) as newcomer:
                 assert works(newcomer)
                 assert newcomer.get("/healthz").status_code == 200
+        assert everything(idle[0]) == b""
+
+
+def test_busy_connections_are_bounded(sizes, monkeypatch):
+    monkeypatch.setattr("confitune.deploy.server.app._SPARE", 2)
+    with serving(sizes, connections=3, body_seconds=20) as client, ExitStack() as stack:
+        busy = [stack.enter_context(connected(client)) for _ in range(3)]
+        for connection in busy:  # requests whose bodies do not come
+            connection.sendall(head(1000))
+        with httpx.Client(base_url=client.base_url) as newcomer:
+            until(lambda: newcomer.get("/v1/tasks").status_code == 503)
+        for _ in range(2):
+            connection = stack.enter_context(connected(client))
+            connection.sendall(head(1000))
+            assert parsed(one_answer(connection))[0] == 503  # and its body is still waited for
+        one_more = stack.enter_context(connected(client))
+        with suppress(ConnectionResetError, BrokenPipeError):
+            one_more.sendall(head(1000))
+        assert everything(one_more) == b""
 
 
 def test_health_is_told_when_every_connection_is_busy(sizes):

@@ -15,7 +15,7 @@ from confitune.deploy.server import Limits
 from confitune.errors import ConfituneError
 from confitune.tasks import open_rgb
 from deploy.server.running import running_server
-from deploy.shared import FakePredictor, known
+from deploy.shared import FakePredictor, known, until
 
 httpx = pytest.importorskip("httpx", reason="pip install httpx")
 pytest.importorskip("fastapi", reason="pip install 'confitune[serve]'")
@@ -242,6 +242,30 @@ def test_a_failing_predictor_is_a_500_and_the_next_request_works(client, colours
     answer = client.post("/v1/predict", files=form(RED))
     assert (answer.status_code, answer.json()["detail"]) == (500, "the prediction failed; the server's log says why")
     colours.fails = None
+    assert predicted(client.post("/v1/predict", files=form(RED))) == [("pets", "red cat")]
+
+
+def test_health_says_that_nothing_is_answered(client, colours):
+    colours.fails = RuntimeError("secret of the machine")
+    assert client.post("/v1/predict", files=form(RED)).status_code == 500
+    until(lambda: client.get("/healthz").status_code == 503)
+    answer = client.get("/healthz")
+    assert answer.json()["error"] == "failing"
+    assert "secret" not in answer.text
+    colours.fails = None
+    assert client.post("/v1/predict", files=form(RED)).status_code == 200
+    until(lambda: client.get("/healthz").status_code == 200)
+
+
+def test_a_failing_server_tells_nothing_of_itself(client, colours):
+    def renew():
+        raise RuntimeError("secret of the machine")
+
+    colours.renew = renew
+    for answer in (client.get("/v1/tasks"), client.post("/v1/predict", files=form(RED))):
+        assert (answer.status_code, answer.json()["error"]) == (500, "internal")
+        assert "secret" not in answer.text
+    del colours.renew
     assert predicted(client.post("/v1/predict", files=form(RED))) == [("pets", "red cat")]
 
 
