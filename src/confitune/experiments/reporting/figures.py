@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from confitune.engine import RunResult
 from confitune.experiments.reporting.table import FEW
 from confitune.files import write_whole
 from confitune.metrics import average_accuracy, average_accuracy_curve, average_forgetting, mean_and_interval
@@ -30,8 +31,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 OWN = {"confit": "#0072B2", "finetune": "#D55E00", "best": "#009E73"}  # theirs in all pictures
 SMALL: dict[str, Any] = {"x": 0.02, "ha": "left", "color": INK, "fontsize": 9}
 
-Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]  # name -> x and y
 Array = NDArray[np.floating]
+Lines = Mapping[str, tuple[Sequence[float], Sequence[float] | Array]]  # name -> x and y
 
 
 def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -40,6 +41,12 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     others = cycle(pair for pair in pairs if pair[0] != "-" or pair[1] not in OWN.values())
     found = {name: ("-", OWN[name]) if name in OWN else next(others) for name in names}
     return {name: {"linestyle": style, "color": colour} for name, (style, colour) in found.items()}
+
+
+def matrices(runs: Mapping[str, Sequence[RunResult]]) -> dict[str, Array]:
+    """Accuracy matrices (seeds x T x T) by name, of methods that learn task after task; joint training does not."""
+    stacks = {name: np.stack([run.matrix for run in of_name]) for name, of_name in runs.items()}
+    return {name: stack for name, stack in stacks.items() if not np.isnan(stack[:, 0, 0]).any()}
 
 
 def overview_figure(runs: Mapping[str, Array], *, title: str) -> Figure:

@@ -18,7 +18,7 @@ import numpy as np
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.reporting.figures import overview_figure, png_of, save_figure
+from confitune.experiments.reporting.figures import matrices, overview_figure, png_of, save_figure
 from confitune.experiments.reporting.table import (
     COLUMNS,
     Section,
@@ -87,8 +87,7 @@ def draw_overview(out: Path, results: Sequence[RunResult]) -> Path | None:
 
 
 def _overview(section: Section) -> Figure | None:
-    stacks = [np.stack([run.matrix for run in row.runs]) for row in section.rows]
-    sequential = {n: s for n, s in zip(section.names, stacks, strict=True) if not np.isnan(s[:, 0, 0]).any()}
+    sequential = matrices({name: row.runs for name, row in zip(section.names, section.rows, strict=True)})
     config = section.rows[0].config
     title = ", ".join([section.dataset, *scenario_words(config), config["model"]])
     return overview_figure(sequential, title=title) if sequential else None
