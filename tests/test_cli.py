@@ -713,7 +713,7 @@ def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tm
     arguments = ["tune", "ewc", *tiny, "--grid", "100", "--grid", "1", "--out", out]
     said = confitune(*arguments)
     assert said.code == 0
-    assert "grid point 1 of 2: ewc.strength=1\n" in said.out
+    assert "digits ewc (ewc.strength=1, 1 of 2): task 1 of 2" in said.out
     best = read_recipe(out / "winner.yaml")["options"]["ewc"]["strength"]
     for strength in (1, 100):
         chosen = {"ewc": {"strength": float(strength)}}
@@ -727,7 +727,7 @@ def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tm
     assert f"Everything is in {out}; to run the winner again: confitune run {out / 'winner.yaml'}" in said.out
 
     message = refused(confitune(*arguments))
-    assert "holds a finished run of digits ewc: add --resume" in message
+    assert "holds a finished run of digits ewc (ewc.strength=1, 1 of 2): add --resume" in message
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SequenceRun, "run", lambda self: pytest.fail("a run was started"))
         assert confitune(*arguments, "--resume").code == 0

@@ -105,10 +105,10 @@ def _run_missing(parts: Sequence[Part], scope: Scope) -> list[tuple[Part, str]]:
     for part in parts:
         if part not in left and len(part.found(results).results) < part.recipe.seeds:
             left.append(part)
-    plans = {}
+    plans = []
     for number, part in enumerate(left, 1):
         watch = figures.watch_moments if part.recipe in watched else None
-        name = f"{part.recipe.dataset}, {part.recipe.model}: {part.method} ({number} of {len(left)})"
-        plans[name] = plan_recipe(part.recipe, scope.out, scope.place, resume=True, watch=watch)
+        note = f"{part.recipe.model}, {number} of {len(left)}"
+        plans.append(plan_recipe(part.recipe, scope.out, scope.place, resume=True, watch=watch, note=note))
     given = zip(left, run_plans(plans, scope.place), strict=True)
     return [(p, f"{p.recipe.dataset}, {p.method}: {error}") for p, error in given if isinstance(error, TrainingError)]

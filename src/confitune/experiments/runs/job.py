@@ -48,6 +48,7 @@ class Job:
     command: str  # how the run was asked for, for its result
     checkpoint_seconds: float = 30.0
     watch: Watch | None = None  # a function of a module, so that other machines find it
+    note: str = ""  # which of many runs of the method this is
 
     @property
     def folder(self) -> Path:
@@ -59,7 +60,8 @@ class Job:
     def label(self) -> str:
         """What a person reads beside its progress."""
         seed = f" seed {self.seed}" if self.recipe.seeds > 1 else ""
-        return f"{self.recipe.dataset} {self.method}{seed}"
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.recipe.dataset} {self.method}{seed}{note}"
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -73,13 +75,11 @@ class Job:
 
 
 class TrainingError(ConfituneError):
-    """Runs whose numbers became infinite.
+    """Runs whose numbers became infinite; `results` are those of the others."""
 
-    Attributes:
-        results: of the others.
-    """
-
-    results: Sequence[RunResult] = ()
+    def __init__(self, message: str, results: Sequence[RunResult] = ()) -> None:
+        super().__init__(message)
+        self.results = results
 
 
 def groups_of(jobs: Sequence[Job], size: int) -> list[list[Job]]:
@@ -171,15 +171,16 @@ def _refuse(job: Job) -> None:
 
 
 def _trained(job: Job, backbone: Backbone, sequence: TaskSequence, progress: Listener, turn: Listener) -> RunResult:
-    folder, settings, method = (
-        job.folder,
-        job.recipe.train_settings(job.seed, job.method),
-        job.recipe.method(job.method),
-    )
+    folder = job.folder
+    method = job.recipe.method(job.method)
+    settings = job.recipe.train_settings(job.seed, job.method)
     net = method.network(copy.deepcopy(backbone.module))
     watching, measured = job.watch(net, sequence, settings, folder) if job.watch else ((), dict)
     run = engine.SequenceRun(
-        *(net, sequence, method, settings),
+        net,
+        sequence,
+        method,
+        settings,
         scenario=job.recipe.scenario,
         pretrained=backbone.module,
         folder=folder,

@@ -22,7 +22,7 @@ from confitune.experiments.reporting.report import write_text
 from confitune.experiments.runs.identity import Value, options_of, options_set, value_text
 from confitune.experiments.runs.job import TrainingError
 from confitune.experiments.runs.recipe import Recipe, make_recipe, read_value
-from confitune.experiments.runs.runner import Place, finish_plan, plan_recipe, run_plans
+from confitune.experiments.runs.runner import Place, plan_recipe, run_plans, run_recipe
 from confitune.methods import create_method
 
 HELD_OUT = 0.1  # the paper's share
@@ -138,10 +138,11 @@ def run_search(
     Returns:
         What each value gave on the held-out images, and the results of the retraining (none without it).
     """
-    place, plans = place or Place(), {}
+    place = place or Place()
+    plans = []
     for number, value in enumerate(search.grid, 1):
-        name = f"grid point {number} of {len(search.grid)}: {search.name(value)}"
-        plans[name] = plan_recipe(search.validation(value), out, place, resume=resume)
+        note = f"{search.name(value)}, {number} of {len(search.grid)}"
+        plans.append(plan_recipe(search.validation(value), out, place, resume=resume, note=note))
     given = dict(zip(search.grid, run_plans(plans, place), strict=True))
     points = {value: results for value, results in given.items() if not isinstance(results, TrainingError)}
     if not points:
@@ -155,9 +156,7 @@ def run_search(
     if not retrain:
         return points, []
     place.say(f"retraining {search.method} with {search.name(best)} on all training images")
-    plan = plan_recipe(recipe, out, place, resume=True)
-    place.begin(plan.left)
-    return points, finish_plan(plan, place)
+    return points, run_recipe(recipe, out, place=place, resume=True)
 
 
 def edge_note(search: Search, points: Points) -> str:
