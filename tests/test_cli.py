@@ -168,7 +168,7 @@ def test_the_task_of_test_images_may_not_be_given(confitune, tiny, tmp_path):
             assert "class-incremental (task not given)" in (out / page).read_text()
     assert len(found[0]) == 6
     assert found[0] == found[1]
-    assert "**digits, class-incremental (task not given)**" in confitune("compare", out).out
+    assert "**digits**, test_byobnet, 2 tasks, class-incremental (task not given)" in confitune("compare", out).out
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def report_command(
     [bold]Examples[/bold]
 
       confitune report confitune-run
-      confitune report results/photos --out photos.html --title "Photos, five tasks"
+      confitune report confitune-run --out photos.html --title "Photos, five tasks"
     """
     from confitune.experiments import write_report
 
@@ -265,7 +265,7 @@ def compare_command(
     [bold]Examples[/bold]
 
       confitune compare runs/lr-0.01 runs/lr-0.03
-      confitune compare results/photos* --out photos.md
+      confitune compare runs --out runs.md
     """
     from confitune.experiments import compare
     from confitune.files import write_whole

@@ -254,9 +254,11 @@ def test_joint_alone_has_an_accuracy_and_no_picture(tmp_path):
     assert "nan" not in page.text
 
 
-def test_methods_may_have_learned_fewer_tasks(tmp_path):
-    page = reported(saved(tmp_path, *CONFIT, result("finetune")))
-    assert page.tables[1][2] == ["finetune", "90.0", "87.5", "-"]
+def test_runs_of_fewer_tasks_have_a_section_of_their_own(tmp_path):
+    page = reported(saved(tmp_path, *CONFIT, result("finetune"), result(seed=1)))
+    assert [page.tables[1][0][-1], page.tables[1][1][0]] == ["after 3", "confit"]
+    assert "test_byobnet, 3 tasks" in page.text
+    assert "test_byobnet, 2 tasks" in page.text
 
 
 # ---- what cannot be reported, and the command ------------------------------------------------------------------------
@@ -280,12 +282,6 @@ def test_a_broken_result_is_named(folder):
     with pytest.raises(ConfituneError, match=re.escape(f"{path}, line 7 is not a result")):
         write_report(folder)
     assert not (folder / "report.html").exists()
-
-
-def test_seeds_of_different_experiments_have_no_mean(tmp_path):
-    saved(tmp_path, CONFIT[0], result(seed=1))
-    with pytest.raises(ConfituneError, match=r"confit on digits differ in their number of tasks \(\[2, 3\]\)"):
-        write_report(tmp_path)
 
 
 def test_the_page_is_html(folder, tmp_path):

@@ -233,27 +233,36 @@ def runs(tmp_path):
 def test_seeds_are_one_row_and_only_what_differs_is_shown(runs):
     (comparison,) = compare([runs])
     head, rows = comparison.table()
-    usual = ["ACC ↑", "FGT ↓", "when learned", "numbers a task", "seeds"]
-    assert head == ["method", "lr", "cpr.beta", *usual]
-    assert [row[:4] for row in rows] == [
-        ["confit", "0.03", "0.333333", "94.0, 95.0"],
-        ["confit", "0.01", "", "90.0, 91.0"],
-        ["finetune", "0.01", "", "80.0, 82.0"],
+    assert head == ["method", "settings", "ACC ↑", "FGT ↓", "numbers a task", "seeds"]
+    assert [row[:3] for row in rows] == [
+        ["confit", "lr=0.03, cpr.beta=0.333333", "94.0, 95.0"],
+        ["confit", "lr=0.01", "90.0, 91.0"],
+        ["finetune", "lr=0.01", "80.0, 82.0"],
     ]
     assert [row[-1] for row in rows] == ["2"] * 3
-    page = comparison.markdown()
-    assert page.startswith("**digits**, test_byobnet, 2 tasks, on cpu\n\n| method | lr |")
+    about = "test_byobnet, 2 tasks, window means, running statistics, 2 seeds, on cpu"
+    assert comparison.markdown().startswith(f"**digits**, {about}\n\n| method | settings |")
 
 
-def test_what_a_method_is_always_run_with_stands_in_the_last_column(runs):
+def test_what_a_method_is_always_run_with_is_noted_below(runs):
     saved(runs, result("best", optimizer="adamw", warmup=0.1), result("ewc", options={"ewc": {"strength": 7.0}}))
     (comparison,) = compare([runs])
-    head, rows = comparison.table()
-    assert (head[:3], head[-1]) == (["method", "lr", "cpr.beta"], "otherwise")
-    assert {row[0]: row[-1] for row in rows} == {
-        **dict.fromkeys(("confit", "finetune", "ewc"), ""),
-        "best": "optimizer=adamw, warmup=0.1",
-    }
+    assert comparison.note == "best: optimizer=adamw, warmup=0.1"
+    assert comparison.markdown().endswith("|\n\nbest: optimizer=adamw, warmup=0.1\n")
+    assert "best: optimizer=adamw, warmup=0.1" in printed(comparison.terminal())
+
+
+def test_networks_and_numbers_of_tasks_that_differ_are_all_named(tmp_path):
+    long = result("confit", 0, ((90.0, 90.0, 90.0), (NAN, 90.0, 90.0), (NAN, NAN, 90.0)), model="resnet18")
+    (comparison,) = compare([saved(tmp_path, result(), long)])
+    assert comparison.about.startswith("resnet18 and test_byobnet, 3 and 2 tasks, ")
+    assert [row[1] for row in comparison.table()[1]] == ["model=resnet18, tasks=3", "model=test_byobnet, tasks=2"]
+
+
+def test_what_was_tested_on_other_images_is_not_in_one_table(tmp_path):
+    first, second = compare([saved(tmp_path, result(), result(held_out=0.1))])
+    assert "tested on 10% of the training images" in second.about
+    assert "tested" not in first.about
 
 
 def test_a_result_is_counted_once(runs):
@@ -273,7 +282,10 @@ def test_the_command_prints_and_writes(runs, tmp_path):
 
 
 def test_in_a_terminal_it_is_a_table(runs, monkeypatch):
-    console = Console(force_terminal=True, width=120, file=io.StringIO(), color_system=None)
+    saved(runs, result("best", optimizer="adamw", warmup=0.1, label_smoothing=0.1, lr_schedule="cosine"))
+    console = Console(force_terminal=True, width=80, file=io.StringIO(), color_system=None)
     monkeypatch.setattr("confitune.cli.training.Console", lambda: console)
     assert CliRunner().invoke(app, ["compare", str(runs)]).exit_code == 0
-    assert row_of(console.file.getvalue(), "finetune")[:4] == ["finetune", "0.01", "", "80.0, 82.0"]
+    text = console.file.getvalue()
+    assert row_of(text, "finetune") == ["finetune", "lr=0.01", "80.0, 82.0", "0.0, 0.0", "1,035", "2"]
+    assert sum(line.startswith("│") for line in text.splitlines()) <= 5  # no cell is squeezed into many lines

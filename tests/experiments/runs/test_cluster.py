@@ -202,7 +202,9 @@ def test_a_search_runs_all_its_values_at_once(on_cluster, values, tmp_path):
     assert list(points) == list(here) == [1.0, 100.0]
     for value, runs in points.items():
         assert [r.final_sha256 for r in runs] == [r.final_sha256 for r in here[value]]
-    assert all(re.match(r"digits ewc seed [01] \(ewc.strength=(1|100), [12] of 2\): acc", line) for line in lines(console))
+    assert all(
+        re.match(r"digits ewc seed [01] \(ewc.strength=(1|100), [12] of 2\): acc", line) for line in lines(console)
+    )
 
 
 def test_what_is_measured_on_the_way_is_measured_on_workers(on_cluster, values, tmp_path):

@@ -427,7 +427,9 @@ def test_one_more_value_is_run_alone(values, done, started):
 
 
 def test_what_is_there_is_refused_without_resume(values, done, started):
-    with pytest.raises(ConfituneError, match=r"holds a finished run of digits ewc seed 0 \(ewc.strength=1000, 2 of 2\): add --resume"):
+    with pytest.raises(
+        ConfituneError, match=r"holds a finished run of digits ewc seed 0 \(ewc.strength=1000, 2 of 2\): add --resume"
+    ):
         run_search(planned(values, grid=("7", "1000"), **DIVERGING), done)  # said before 7 is trained
     assert started == []
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import cycle, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from confitune.engine import RunResult
 from confitune.experiments.reporting.table import FEW
 from confitune.files import write_whole
+from confitune.methods import METHODS
 from confitune.metrics import average_accuracy, average_accuracy_curve, average_forgetting, mean_and_interval
 
 if TYPE_CHECKING:
@@ -28,19 +29,20 @@ if TYPE_CHECKING:
 PIXELS_PER_INCH = 200
 INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-OWN = {"confit": "#0072B2", "finetune": "#D55E00", "best": "#009E73"}  # theirs in all pictures
+# Each of these has one look in all pictures: the first are compared most often, and get the plainest.
+NAMED = tuple(dict.fromkeys(["confit", "finetune", "best", "mas-cpr", "mas-afec", *METHODS]))
 SMALL: dict[str, Any] = {"x": 0.02, "ha": "left", "color": INK, "fontsize": 9}
 
 Array = NDArray[np.floating]
 Lines = Mapping[str, tuple[Sequence[float], Sequence[float] | Array]]  # name -> x and y
 
 
-def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Colour and style of each line: methods that have colours of their own, then the others in the order given."""
-    pairs = [(style, colour) for style, colour in product(("-", "--", ":"), COLOURS)]
-    others = cycle(pair for pair in pairs if pair[0] != "-" or pair[1] not in OWN.values())
-    found = {name: ("-", OWN[name]) if name in OWN else next(others) for name in names}
-    return {name: {"linestyle": style, "color": colour} for name, (style, colour) in found.items()}
+def looks(names: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Colour and style of each line: the method's own; other names take what is free in this picture."""
+    pairs = [{"linestyle": style, "color": colour} for style, colour in product(("-", "--", ":", "-."), COLOURS)]
+    own = {name: pairs[NAMED.index(name)] for name in names if name in NAMED}
+    free = cycle([pair for pair in pairs if pair not in own.values()])
+    return {name: own[name] if name in own else next(free) for name in names}
 
 
 def matrices(runs: Mapping[str, Sequence[RunResult]]) -> dict[str, Array]:

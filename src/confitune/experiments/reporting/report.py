@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -125,32 +126,25 @@ def write_report(folder: Path, out: Path | None = None, title: str | None = None
 def _section(section: Section) -> Iterator[str]:
     """All that is said of one section, the best method first."""
     methods = {name: row.runs for name, row in zip(section.names, section.rows, strict=True)}
-    for method, runs in methods.items():
-        if len(counts := {len(run.accuracy_matrix) for run in runs}) > 1:
-            raise ConfituneError(
-                f"the seeds of {method} on {section.dataset} differ in their number of tasks ({sorted(counts)}), so "
-                "there is no mean over them; keep those of one experiment"
-            )
     yield _tag("h2", section.dataset)
     yield _tag("p", f"{section.about}.")
-    yield html_table(*section.table(COLUMNS))
+    yield html_table(*replace(section, columns=list(COLUMNS)).table())
     yield _tag("p", EXPLAINED)
     if figure := _overview(section):
         yield f'<img alt="overview" src="data:image/png;base64,{base64.b64encode(png_of(figure)).decode()}">'
-    tasks = max(len(runs[0].accuracy_matrix) for runs in methods.values())
-    after = [f"after {k + 1}" for k in range(tasks)]
+    after = [f"after {task}" for task in range(1, int(section.rows[0].settings["tasks"]) + 1)]
     yield _tag("h3", "Average accuracy on the tasks learned so far (%)")
     rows = []
     for method, runs in methods.items():
-        cells = [*map(shown, np.stack([average_accuracy_curve(run.matrix) for run in runs]).T)]
-        rows.append([method, *cells, *["-"] * (tasks - len(cells))])
+        curves = np.stack([average_accuracy_curve(run.matrix) for run in runs])
+        rows.append([method, *map(shown, curves.T)])
     yield html_table(["method", *after], rows)
     yield _tag("h3", "Accuracy of each task after each task (%)")
     for method, runs in methods.items():
         by_task = np.stack([run.matrix for run in runs], axis=-1)  # [i, j, seed]
         yield _tag("h4", method)
         yield html_table(
-            ["", *after[: len(by_task)]],
+            ["", *after],
             [[f"task {i + 1}", *("" if np.isnan(a).all() else shown(a) for a in row)] for i, row in enumerate(by_task)],
         )
     yield _tag("h3", "Tasks")
