@@ -602,8 +602,8 @@ def cells(out, model):
 def test_models_shows_what_a_task_takes(confitune):
     said = confitune("models", "resnet18")
     assert said.code == 0
-    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "19,148", "45,523"]
-    assert cells(said.out, "torchvision:resnet18")[4:] == ["19,148", "45,523"]
+    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "24,278", "50,653"]
+    assert cells(said.out, "torchvision:resnet18")[4:] == ["24,278", "50,653"]
 
 
 def test_models_shows_a_few_of_many(confitune, monkeypatch):
@@ -617,7 +617,7 @@ def test_models_fits_eighty_columns(confitune, monkeypatch):
     monkeypatch.setattr("confitune.experiments.matching_models", lambda pattern: ["resnet18"])
     monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((80, 24)))
     said = confitune("models", "resnet18")
-    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "19,148", "45,523"]
+    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "24,278", "50,653"]
 
 
 def test_models_says_which_has_no_batch_norm(confitune):
@@ -693,11 +693,14 @@ def test_options_lists_every_setting(confitune):
     assert cells(said, "cpr.beta") == ["cpr.beta", "0.05", "weight of the entropy term"]
 
 
-@pytest.mark.parametrize("command", ["run", "tune", "reproduce", "compare", "learn", "predict"])
-def test_help_shows_no_types_of_python(confitune, command):
-    said = confitune(command, "--help").out
+@pytest.mark.parametrize("command", [[], *([command.name] for command in cli.app.registered_commands)])
+def test_help_shows_no_types_of_python_and_no_files_that_are_not_installed(confitune, command):
+    said = confitune(*command, "--help").out
     assert "--help" in said
     assert not re.search(r"<(bool|list)", said)
+    assert not re.search(r"\b(results|recipes|docs|examples|benchmarks)/", said)
+    for recipe in set(re.findall(r"[\w-]+\.yaml", said)) - {"winner.yaml"}:  # which `tune` writes
+        assert read_recipe(recipe)
 
 
 def test_without_arguments_help_is_shown(confitune):
@@ -823,8 +826,9 @@ def test_runs_are_done_where_they_are_asked_for(confitune, tmp_path, monkeypatch
 def test_methods_lists_all_of_them(confitune):
     said = confitune("methods")
     assert said.code == 0
-    assert cells(said.out, "confit")[3:5] == ["45,523", "0"]
-    assert cells(said.out, "ewc")[3:5] == ["0", "22,353,024"]
+    assert cells(said.out, "confit")[3:5] == ["50,653", "0"]
+    assert cells(said.out, "ewc")[3:5] == ["5,130", "22,353,024"]
+    assert "a task has 10 classes, and its head is included" in " ".join(said.out.split())
 
 
 def test_methods_with_a_name_shows_its_options(confitune):

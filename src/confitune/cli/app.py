@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from confitune.cli.options import SettingsCommand
+from confitune.cli.options import CommandGroup, SettingsCommand
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 
@@ -21,7 +21,7 @@ class _App(typer.Typer):
         return super().command(name, cls=cls, **more)
 
 
-app = _App(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+app = _App(cls=CommandGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 Option = typer.Option
 
 

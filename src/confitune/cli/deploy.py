@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from confitune.cli.app import Option, app, importing, say, stoppable
-from confitune.cli.options import SettingsCommand, with_settings
+from confitune.cli.options import with_settings
 from confitune.errors import ConfituneError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ Device = Annotated[str, Option(help="auto, cpu, cuda, ...")]
 Texts = list[str] | None  # of an option that may be given many times
 
 
-@app.command(name="learn", cls=SettingsCommand)
+@app.command(name="learn")
 @with_settings(
     *("epochs", "batch_size", "lr", "seed", "augmentation", "model", "weights", "device", "cache_dir"),
     epochs="10, or the method's",

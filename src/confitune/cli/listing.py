@@ -49,10 +49,10 @@ def methods_command(
 ) -> None:
     """List the methods, what each stores and what it does besides plain fine-tuning; with a name, its options.
 
-    Numbers are those of a ResNet18, measured from the network that each method trains, without heads: "a task" for
-    every task, "once" however many there are. Those that add to a step (ewc, si, rwalk, mas, cpr, afec) join another
-    method and one another by '+'; alone they join finetune. mas-cpr and mas-afec are the paper's names of mas+cpr and
-    mas+afec. A method of your own is FILE.py:CLASS.
+    Numbers are those of a ResNet18: "a task" for every task, its head of 10 classes included; "once" however many there
+    are. Methods that add to a step (ewc, si, rwalk, mas, cpr, afec) combine with another method and with one another by
+    '+'; alone they join finetune. mas-cpr and mas-afec are the paper's names of mas+cpr and mas+afec. A method of your
+    own is FILE.py:CLASS.
 
     [bold]Examples[/bold]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from confitune.settings import DataSettings, NetworkSettings, TrainSettings
 
@@ -75,16 +75,27 @@ def with_settings(
     return add
 
 
-class SettingsCommand(TyperCommand):
-    """A command that says how a setting is given for which it has no option, and shows no types of Python's."""
+def _without_types(params: list[Any]) -> list[Any]:
+    """Help shows no types of Python's, such as <bool>, beside flags and lists."""
+    for param in params:
+        plain = param.metavar is None and (getattr(param, "is_flag", False) or param.multiple)
+        if plain or param.nargs == -1:
+            param.display_type_rich = lambda ctx: None
+    return params
+
+
+class CommandGroup(TyperGroup):
+    """All commands."""
 
     def get_params(self, ctx: Any) -> Any:
-        params = super().get_params(ctx)
-        for param in params:
-            plain = param.metavar is None and (getattr(param, "is_flag", False) or param.multiple)
-            if plain or param.nargs == -1:
-                param.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
-        return params
+        return _without_types(super().get_params(ctx))
+
+
+class SettingsCommand(TyperCommand):
+    """A command that says how to give a setting for which it has no option."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

@@ -21,6 +21,7 @@ from confitune.nn import ContinualNet, Head, NoBatchNormError, XconvNorms, model
 from confitune.nn.geometry import Means
 
 NETWORK = "resnet18"
+CLASSES = 10  # of a task, for the size of its head
 MOST = 12  # networks in a table; each is converted for it
 
 
@@ -73,10 +74,14 @@ def method_row(name: str, made: dict[tuple[str, ...], ContinualNet]) -> list[str
         name,
         "\n".join([does, *filter(None, ["; ".join(references)])]),
         "nothing" if method.separate else shares,
-        f"{storage.per_task:,}",
+        f"{storage.per_task + _head_numbers(net):,}",
         f"{storage.once:,}",
         "; ".join(kind.cost for kind in kinds),
     ]
+
+
+def _head_numbers(net: ContinualNet) -> int:
+    return CLASSES * (net.head.features + 1)
 
 
 def methods_table(*names: str) -> Table:
@@ -85,8 +90,9 @@ def methods_table(*names: str) -> Table:
     return terminal_table(
         ["method", "what it does", "tasks share", "a task", "once", "in addition"],
         [method_row(name, made) for name in names or METHODS],
-        caption=f"a task, once: numbers kept, {NETWORK}, without heads. in addition: what runs besides plain "
-        "fine-tuning. Methods can be combined by '+', e.g. ewc+confit. More of one: confitune methods NAME",
+        caption=f"a task, once: numbers kept with {NETWORK}; a task has {CLASSES} classes, and its head is included. "
+        "in addition: what runs besides plain fine-tuning. Methods can be combined by '+', e.g. ewc+confit. More of "
+        "one: confitune methods NAME",
     )
 
 
@@ -141,7 +147,7 @@ def model_row(name: str) -> list[str]:
         for means in sorted(get_args(Means)):
             norms = XconvNorms(means)
             net = ContinualNet(without_memory(name), [norms, Head()])
-            numbers.append(net.numbers_per_task)
+            numbers.append(net.numbers_per_task + _head_numbers(net))
         parameters = sum(p.numel() for p in net.backbone.parameters())
         counts = (len(norms.pairs) + len(norms.fallbacks), len(norms.pairs), *numbers)
         return [name, f"{parameters / 1e6:.1f}M", *(f"{count:,}" for count in counts)]
@@ -153,6 +159,6 @@ def model_row(name: str) -> list[str]:
 
 def models_table(names: Iterable[str]) -> Table:
     """Networks as rows."""
-    caption = "phase, window: numbers a task with these input means, without its head"
+    caption = f"phase, window: numbers a task with these input means, its head of {CLASSES} classes included"
     head = ["model", "weights", "BNs", "recovered", *sorted(get_args(Means))]
     return terminal_table(head, [model_row(name) for name in names], caption=caption)

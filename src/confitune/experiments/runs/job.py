@@ -185,7 +185,7 @@ def _trained(job: Job, backbone: Backbone, sequence: TaskSequence, progress: Lis
         pretrained=backbone.module,
         folder=folder,
         config=job.config,
-        listeners=(progress, engine.CsvLog(folder), engine.TensorBoardLog(folder), *watching, turn),
+        listeners=(progress, *engine.run_logs(folder), *watching, turn),
         checkpoint_seconds=job.checkpoint_seconds,
         weights=backbone.weights,
         command=job.command,
