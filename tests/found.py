@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from confitune.engine import RunResult, read_results
-from confitune.experiments import finished_runs
+from confitune.experiments.runs.identity import finished_runs
 
 
 def run_of(out: Path, method: str, seed: int = 0, **config: object) -> RunResult:

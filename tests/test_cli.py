@@ -18,8 +18,9 @@ from confitune import __version__, cli, metrics
 from confitune.engine import SequenceRun
 from confitune.engine.checkpoint import values_of
 from confitune.errors import ConfituneError
-from confitune.experiments import finished_runs, plan_search, read_recipe
-from confitune.experiments.runs.identity import filled
+from confitune.experiments.runs.identity import filled, finished_runs
+from confitune.experiments.runs.recipe import read_recipe
+from confitune.experiments.runs.tune import plan_search
 from confitune.files import read_sealed
 from confitune.methods import METHODS
 from confitune.nn import create_backbone, state_sha256
@@ -607,14 +608,16 @@ def test_models_shows_what_a_task_takes(confitune):
 
 
 def test_models_shows_a_few_of_many(confitune, monkeypatch):
-    monkeypatch.setattr("confitune.experiments.matching_models", lambda pattern: ["resnet18"] * 11 + ["vgg11_bn"] * 5)
+    monkeypatch.setattr(
+        "confitune.experiments.catalog.matching_models", lambda pattern: ["resnet18"] * 11 + ["vgg11_bn"] * 5
+    )
     said = confitune("models", "net")
     assert sum(line.startswith("│ ") for line in said.out.splitlines()) == 12
     assert "12 of 16 that match; give more of a name for others, e.g. 'vgg11_bn'" in said.out
 
 
 def test_models_fits_eighty_columns(confitune, monkeypatch):
-    monkeypatch.setattr("confitune.experiments.matching_models", lambda pattern: ["resnet18"])
+    monkeypatch.setattr("confitune.experiments.catalog.matching_models", lambda pattern: ["resnet18"])
     monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((80, 24)))
     said = confitune("models", "resnet18")
     assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "24,278", "50,653"]
@@ -771,7 +774,7 @@ def test_tune_takes_a_recipe_and_options_win_over_it(confitune, tmp_path, monkey
         seen.append((search, out, how))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("confitune.experiments.run_search", stopped)
+    monkeypatch.setattr("confitune.experiments.runs.tune.run_search", stopped)
     options = ["--seeds", 2, "--set", "mas.strength=7", "--parallel-seeds", 2, "--no-retrain", "--resume"]
     said = confitune("tune", "mas-cpr", tmp_path / "mine.yaml", *options, "--out", tmp_path / "out")
     assert said.code == 130
@@ -813,7 +816,7 @@ def test_runs_are_done_where_they_are_asked_for(confitune, tmp_path, monkeypatch
         asked.append({name: value for name, value in options.items() if name != "console"})
         raise ConfituneError("there is no such place")
 
-    monkeypatch.setattr("confitune.experiments.open_place", nowhere)
+    monkeypatch.setattr("confitune.experiments.runs.runner.open_place", nowhere)
     there = ["--on", "head:6379", "--gpus-per-run", 0.2, "--cpus-per-run", 3, "--parallel-seeds", 2]
     for options in ([], there):
         assert "there is no such place" in refused(confitune(*command, *options, "--out", tmp_path))

@@ -14,7 +14,8 @@ import yaml
 from PIL import Image
 
 from confitune.cli import app
-from confitune.experiments import finished_runs, make_recipe
+from confitune.experiments.runs.identity import finished_runs
+from confitune.experiments.runs.recipe import make_recipe
 from confitune.methods import METHODS, Step, create_method
 from confitune.nn import build_model
 

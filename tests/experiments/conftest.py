@@ -6,7 +6,8 @@ from uuid import uuid4
 
 import pytest
 
-from confitune.experiments import make_recipe, run_recipe
+from confitune.experiments.runs.recipe import make_recipe
+from confitune.experiments.runs.runner import run_recipe
 
 # Ray reads these when it is first used: its clusters here have a token of their own, whatever this machine keeps.
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid4().hex, RAY_USAGE_STATS_ENABLED="0")

@@ -7,17 +7,20 @@ import torch
 from rich.console import Console
 
 from confitune.errors import ConfituneError
-from confitune.experiments import (
-    make_recipe,
+from confitune.experiments.catalog import (
+    MOST,
+    NETWORK,
+    WELL_KNOWN,
     matching_models,
-    merge_settings,
     method_options,
     method_page,
+    method_row,
     methods_table,
-    plan_search,
+    model_row,
 )
-from confitune.experiments.catalog import MOST, NETWORK, WELL_KNOWN, method_row, model_row
 from confitune.experiments.paper.numbers import searched
+from confitune.experiments.runs.recipe import make_recipe, merge_settings
+from confitune.experiments.runs.tune import plan_search
 from confitune.methods import METHODS, create_method
 from confitune.nn import build_model, model_names
 

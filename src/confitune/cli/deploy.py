@@ -68,7 +68,7 @@ def learn_command(
 
     from confitune.deploy import LearnSettings, grow, learn
     from confitune.engine import LiveProgress, decoding_bar
-    from confitune.experiments import merge_settings
+    from confitune.experiments.runs.recipe import merge_settings
 
     console, cache_dir = Console(), settings.pop("cache_dir", None)
     given = {"size": size, "method": method, "keep": keep, "check": check, "skip_broken": skip_broken}
@@ -88,7 +88,7 @@ def learn_command(
 
 
 def _print_learned(console: Console, report: LearnReport, bundle: Path) -> None:
-    from confitune.experiments import terminal_table
+    from confitune.experiments.reporting.table import terminal_table
 
     rows = []
     for change in report.changes:
@@ -143,7 +143,7 @@ def tasks_command(
     from confitune.deploy import Bundle, check_tasks
     from confitune.deploy import remove_class as forget_class
     from confitune.engine import decoding_bar
-    from confitune.experiments import terminal_table
+    from confitune.experiments.reporting.table import terminal_table
 
     opened, console = Bundle.open(bundle), Console()
     changes = rename or remove or remove_class or copy

@@ -27,8 +27,7 @@ def models_command(
     weights). "recovered" counts the batch norms that directly follow a convolution, whose mean is recovered through
     it; the others keep all their moments per task.
     """
-    from confitune.experiments import matching_models, models_table
-    from confitune.experiments.catalog import MOST
+    from confitune.experiments.catalog import MOST, matching_models, models_table
 
     console, names = Console(), matching_models(pattern)
     if not names:
@@ -61,7 +60,7 @@ def methods_command(
       confitune methods mas+cpr+confit
     """
     with importing():
-        from confitune.experiments import method_page, methods_table
+        from confitune.experiments.catalog import method_page, methods_table
 
         page = method_page(name) if name else methods_table()
     Console().print(page)
@@ -78,7 +77,8 @@ def options_command() -> None:
       confitune options
       confitune run --method ewc --set weight_decay=1e-4 --set ewc.strength=3000
     """
-    from confitune.experiments import method_options, terminal_table
+    from confitune.experiments.catalog import method_options
+    from confitune.experiments.reporting.table import terminal_table
 
     rows = [
         [name, default_of(name), field.description or ""]

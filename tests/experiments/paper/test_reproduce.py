@@ -9,14 +9,13 @@ import yaml
 
 from confitune.engine import RunResult, summary_of
 from confitune.errors import ConfituneError
-from confitune.experiments import finished_runs
 from confitune.experiments.paper import reproduce as session_module
 from confitune.experiments.paper import tables
 from confitune.experiments.paper.numbers import reported
 from confitune.experiments.paper.outcome import Claim, Outcome, cells_of, verdict
 from confitune.experiments.paper.plan import TABLE1, Part, Scope, read_scope
 from confitune.experiments.paper.reproduce import WHATS, parts_of, reproduce
-from confitune.experiments.runs.identity import filled
+from confitune.experiments.runs.identity import filled, finished_runs
 
 ELEVEN = {
     *("finetune", "ewc", "si", "rwalk", "mas", "mas-cpr", "mas-afec", "confit", "ccll", "linear-probe", "single-task"),

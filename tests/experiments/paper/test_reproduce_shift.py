@@ -8,8 +8,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from confitune import cli
-from confitune.experiments import finished_runs
-from confitune.experiments.runs.identity import filled
+from confitune.experiments.runs.identity import filled, finished_runs
 
 
 @pytest.fixture(scope="module")

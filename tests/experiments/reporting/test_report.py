@@ -16,7 +16,8 @@ from confitune import cli
 from confitune.engine import RunResult, add_result
 from confitune.engine.result import summary_of
 from confitune.errors import ConfituneError
-from confitune.experiments import finished_runs, write_pages, write_report
+from confitune.experiments.reporting.report import write_pages, write_report
+from confitune.experiments.runs.identity import finished_runs
 
 NAN = math.nan
 EVIL = "</script><img src=x onerror=alert(1)>"

@@ -14,8 +14,8 @@ from confitune.cli import app
 from confitune.engine import RunResult, add_result
 from confitune.engine.result import summary_of
 from confitune.errors import ConfituneError
-from confitune.experiments import compare, draw_overview, summary_table, write_pages
-from confitune.experiments.reporting.table import rows_of, sections_of
+from confitune.experiments.reporting.report import draw_overview, write_pages
+from confitune.experiments.reporting.table import compare, rows_of, sections_of, summary_table
 
 NAN = math.nan
 

@@ -17,22 +17,15 @@ from rich.console import Console
 
 from confitune.engine import add_result
 from confitune.errors import ConfituneError
-from confitune.experiments import (
-    Place,
-    Scope,
-    finished_runs,
-    make_recipe,
-    open_place,
-    plan_search,
-    reproduce,
-    run_recipe,
-    run_search,
-)
+from confitune.experiments.paper.plan import Scope
+from confitune.experiments.paper.reproduce import reproduce
 from confitune.experiments.runs import cluster as ray_cluster
 from confitune.experiments.runs.cluster import Errand, share_of, work
-from confitune.experiments.runs.identity import RUNS
+from confitune.experiments.runs.identity import RUNS, finished_runs
 from confitune.experiments.runs.job import LOCK, TrainingError
-from confitune.experiments.runs.runner import plan_recipe
+from confitune.experiments.runs.recipe import make_recipe
+from confitune.experiments.runs.runner import Place, open_place, plan_recipe, run_recipe
+from confitune.experiments.runs.tune import plan_search, run_search
 from confitune.files import exclusive
 from found import folder_of, run_of
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from confitune import metrics
 from confitune.engine import Checkpoint, RunResult, SequenceRun
 from confitune.errors import ConfituneError
-from confitune.experiments import Place, finished_runs, make_recipe, run_recipe
 from confitune.experiments.reporting.table import sections_of
-from confitune.experiments.runs.identity import file_name, filled
+from confitune.experiments.runs.identity import file_name, filled, finished_runs
 from confitune.experiments.runs.job import Job, TrainingError
-from confitune.experiments.runs.runner import plan_recipe
+from confitune.experiments.runs.recipe import make_recipe
+from confitune.experiments.runs.runner import Place, plan_recipe, run_recipe
 from confitune.files import exclusive
 from confitune.nn import create_backbone, state_sha256
 from found import folder_of, forget, run_of

@@ -12,19 +12,11 @@ from rich.console import Console
 from confitune.engine import RunResult, SequenceRun, read_results
 from confitune.engine.result import summary_of
 from confitune.errors import ConfituneError
-from confitune.experiments import (
-    Place,
-    edge_note,
-    finished_runs,
-    make_recipe,
-    plan_search,
-    read_recipe,
-    run_recipe,
-    run_search,
-    winner,
-)
-from confitune.experiments.runs.identity import filled
+from confitune.experiments.runs.identity import filled, finished_runs
 from confitune.experiments.runs.job import TrainingError, load_backbone
+from confitune.experiments.runs.recipe import make_recipe, read_recipe
+from confitune.experiments.runs.runner import Place, run_recipe
+from confitune.experiments.runs.tune import edge_note, plan_search, run_search, winner
 from confitune.nn import create_backbone
 from confitune.tasks import load_tasks
 
