@@ -67,11 +67,7 @@ def _place(
     from confitune.experiments.runs.runner import open_place
 
     return open_place(
-        on=on,
-        console=console,
-        parallel_seeds=parallel_seeds,
-        gpus_per_run=gpus_per_run,
-        cpus_per_run=cpus_per_run,
+        on=on, console=console, parallel_seeds=parallel_seeds, gpus_per_run=gpus_per_run, cpus_per_run=cpus_per_run
     )
 
 

@@ -56,23 +56,21 @@ def paper_search(method: str) -> Searched | None:
 def method_row(name: str, made: dict[tuple[str, ...], ContinualNet]) -> list[str]:
     """What one method does and takes, also a composed one such as 'ewc+confit' or 'mas-cpr'.
 
-    Storage is measured without memory: the network is made on the meta device, and the method attached to it.
-
-    Args:
-        made: networks of other methods by the kinds of their parts: making them is what takes time.
+    Networks are made on the meta device, and kept in `made` by the kinds of their parts: that is what takes time.
     """
     method = create_method(name)
     parts = tuple(part.kind for part in method.parts())
     net = made[parts] = made.get(parts) or method.network(without_memory(NETWORK))
     storage = measure_storage(method, net)
     kinds = [kind for kind in METHODS.values() if kind in method_classes(name)] or method_classes(name)
-    does, references = "; ".join(kind.summary for kind in kinds), [kind.reference for kind in kinds if kind.reference]
+    does = "; ".join(kind.summary for kind in kinds)
+    references = "; ".join(kind.reference for kind in kinds if kind.reference)
     shares = "convolutions" if net.numbers_per_task else "the backbone"
     if not any("weights" in stage.trains for task in (0, 1) for stage in method.stages(10, task)):
         shares += ", frozen"
     return [
         name,
-        "\n".join([does, *filter(None, ["; ".join(references)])]),
+        f"{does}\n{references}" if references else does,
         "nothing" if method.separate else shares,
         f"{storage.per_task + _head_numbers(net):,}",
         f"{storage.once:,}",

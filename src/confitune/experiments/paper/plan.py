@@ -72,10 +72,9 @@ def read_scope(
     given: Mapping[str, Any] | None = None,
     changes: Sequence[str] = (),
 ) -> tuple[Scope, list[str]]:
-    """What is asked for on the command line, or in a recipe that it names: the scope, and which tables and figures.
+    """The scope, and which tables and figures: as given, or as files among `what` say where nothing else is given.
 
     Args:
-        what: tables and figures, or files that name them; what is given here wins over what files say.
         given: recipe values by name.
         changes: more of them, as texts: 'lr=0.1'.
     """

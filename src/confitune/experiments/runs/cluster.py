@@ -1,7 +1,6 @@
-"""Runs on a Ray cluster: every run a Ray task, which goes on from its checkpoint when its node dies.
+"""Runs on a Ray cluster: every run is a Ray task, which goes on from its checkpoint when its node dies.
 
-The driver hands runs out with a share of a node and collects what they give; a worker does them just as a local process
-does. What is going on in a run is in its logs, which lie in the shared folder.
+A worker does a run just as a local process does, and logs to the shared folder.
 """
 
 from __future__ import annotations
@@ -46,10 +45,6 @@ def share_of(
 
     By default a run that may use a GPU has one to itself where the cluster has any, and the CPUs that come with it
     when its node's are divided evenly; a run on CPUs has 4 of them, or the smallest node's where that is fewer.
-
-    Args:
-        nodes: what each node of the cluster has, as Ray names it.
-        device: of the recipe: 'auto', 'cpu' or 'cuda'.
 
     >>> share_of([{"CPU": 32, "GPU": 4}], "auto"), share_of([{"CPU": 32, "GPU": 4}], "auto", gpus=0.25)
     ((8, 1), (2, 0.25))

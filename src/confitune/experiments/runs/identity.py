@@ -116,10 +116,10 @@ def options_of(method: Method) -> dict[str, type[BaseModel]]:
     return {type(hook).name: hook.Options for hook in method.hooks if set(hook.Options.model_fields) - {*XCONV}}
 
 
-def options_set(method: Method, only_given: bool = False) -> dict[str, dict[str, Any]]:
-    """The values of a method's options (or only the given ones), by part, as JSON takes them; without Xconv BN's."""
+def options_set(method: Method) -> dict[str, dict[str, Any]]:
+    """The values of a method's options, by part, as JSON takes them; without Xconv BN's."""
     return {
-        type(hook).name: hook.options.model_dump(mode="json", exclude_unset=only_given, exclude={*XCONV})
+        type(hook).name: hook.options.model_dump(mode="json", exclude={*XCONV})
         for hook in method.hooks
         if type(hook).name in options_of(method)
     }

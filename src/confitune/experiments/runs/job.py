@@ -46,7 +46,7 @@ class Job:
     seed: int
     weights_sha256: str  # of the network that it starts from
     command: str  # how the run was asked for, for its result
-    checkpoint_seconds: float = 30.0
+    checkpoint_seconds: float = 30.0  # a run that is killed loses at most this much work and an epoch's
     watch: Watch | None = None  # a function of a module, so that other machines find it
     note: str = ""  # which of many runs of the method this is
 

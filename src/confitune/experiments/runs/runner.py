@@ -1,7 +1,6 @@
-"""From a recipe to results: every (method, seed) a run, and a line in the experiment's `runs.jsonl`.
+"""From a recipe to results: every (method, seed) is a run, and a line in the experiment's `runs.jsonl`.
 
-Runs are done in a `Place`: on this machine, or elsewhere. Planning, results and summaries are the same wherever that
-is; one that is to be chosen with --on is opened by `open_place`, and nothing else knows it.
+Runs are done in a `Place`: on this machine, or on a cluster. Planning, results and tables are the same for both.
 """
 
 from __future__ import annotations
@@ -83,15 +82,7 @@ def open_place(
     gpus_per_run: float | None = None,
     cpus_per_run: int | None = None,
 ) -> Iterator[Place]:
-    """The place of this name, as long as the context lasts; runs that are not finished then are stopped.
-
-    Args:
-        on: 'local': this machine. 'ray': the Ray cluster that RAY_ADDRESS names, else one that is started here.
-            'HOST:PORT' or 'ray://HOST:PORT': the Ray cluster there.
-        parallel_seeds: so many seeds of a method share a process, here or on the cluster.
-        gpus_per_run: a process's share of GPUs on a cluster, e.g. 0.25; default: 1 where there are GPUs.
-        cpus_per_run: its CPUs.
-    """
+    """Where runs are done, as `confitune run --help` explains; those that are not finished at the end are stopped."""
     if on == "local":
         if gpus_per_run is not None or cpus_per_run is not None:
             raise ConfituneError("--gpus-per-run and --cpus-per-run are a run's share of a cluster: add --on ray")
@@ -109,20 +100,15 @@ def open_place(
 
 
 def run_recipe(
-    recipe: Recipe,
-    out: Path,
-    *,
-    place: Place | None = None,
-    resume: bool = False,
-    **how: Any,
+    recipe: Recipe, out: Path, *, place: Place | None = None, resume: bool = False, **how: Any
 ) -> list[RunResult]:
     """Run what the recipe asks for and is not done yet; results, logs and tables go below `out`.
 
-    A run that fails does not stop the others; what failed is said when they are done.
+    A run that fails does not stop the others; the error comes when they are done.
 
     Args:
-        place: where runs are done (`open_place`); default: here, one after the other, without a word.
-        resume: take finished runs as they are and go on with broken-off ones; without it, an `out` that holds any of
+        place: where runs are done (`open_place`); default: here, one after the other, without output.
+        resume: take finished runs as they are and go on with interrupted ones; without it, an `out` that holds any of
             them is refused, so nothing is overwritten.
         how: more of `plan_recipe`.
     """
@@ -138,12 +124,12 @@ def run_recipe(
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe asks for, in order: all runs, and the results of those that are done."""
+    """The runs of a recipe, in order, and what is known of them."""
 
     out: Path
     jobs: Sequence[Job]
     done: dict[str, RunResult]  # by key
-    others: list[RunResult]  # other runs that are in `out`
+    others: list[RunResult]  # of other runs in `out`
 
     @property
     def left(self) -> list[Job]:
@@ -161,13 +147,7 @@ def plan_recipe(
     watch: Watch | None = None,
     note: str = "",
 ) -> Plan:
-    """Find out what is done and what is left; whatever is wrong with that is refused before any work is done.
-
-    Args:
-        checkpoint_seconds: a run that is killed loses at most this much work and an epoch's.
-        watch: makes listeners that measure something while a run goes on.
-        note: says which runs these are, beside their progress.
-    """
+    """Find out what is done and what is left; whatever is wrong is refused before any work is done."""
     recipe = place.settled(recipe)
     backbone = load_backbone(recipe)
     jobs = [

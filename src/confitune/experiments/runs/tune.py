@@ -85,7 +85,6 @@ def plan_search(
     """What to try, checked before anything is trained.
 
     Args:
-        method: the name of one method, e.g. 'ewc', 'mas-cpr' or 'ewc+confit'.
         values: of the recipe; its methods are not used.
         option: 'part.option'; default: what the paper searched for the method.
         grid: values as texts; default: the paper's for the option.
@@ -126,17 +125,12 @@ def plan_search(
 def run_search(
     search: Search, out: Path, *, place: Place | None = None, resume: bool = False, retrain: bool = True
 ) -> tuple[Points, list[RunResult]]:
-    """Try every value, write what came out below `out`, and train the winner again on all training images.
+    """Try every value, and train the winner again on all training images (`retrain`).
 
     In `out`: all runs as `run_recipe` writes them and, for `confitune run`, `winner.yaml`.
 
-    Args:
-        place: where runs are done (`open_place`); default: here, one after the other, without a word.
-        resume: take what is finished there as it is, and do what is missing; what failed is tried from its checkpoint.
-        retrain: else nothing is said of the test images.
-
     Returns:
-        What each value gave on the held-out images, and the results of the retraining (none without it).
+        What each value gave on the held-out images, and the results of the retraining.
     """
     place = place or Place()
     plans = []
