@@ -264,7 +264,8 @@ def test_every_dependency_has_a_lower_bound_that_is_tested_and_a_locked_version(
 
     oldest, locked = pins("constraints-oldest.txt"), pins("constraints.txt")
     used = [requirements.Requirement(text) for text in project["dependencies"]]
-    used += [requirements.Requirement(text) for extra in ("serve", "export", "ray") for text in extras[extra]]
+    optional = ("serve", "export", "ray", "tensorboard")
+    used += [requirements.Requirement(text) for extra in optional for text in extras[extra]]
     for one in used:
         name = utils.canonicalize_name(one.name)
         (bound,) = one.specifier

@@ -9,8 +9,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from confitune.engine import RunResult, SequenceRun, read_results
-from confitune.engine.result import summary_of
+from confitune.engine import SequenceRun, read_results
 from confitune.errors import ConfituneError
 from confitune.experiments.runs.identity import filled, finished_runs
 from confitune.experiments.runs.job import TrainingError, load_backbone
@@ -19,32 +18,16 @@ from confitune.experiments.runs.runner import Place, run_recipe
 from confitune.experiments.runs.tune import edge_note, plan_search, run_search, winner
 from confitune.nn import create_backbone
 from confitune.tasks import load_tasks
+from found import made_up
 
 ROUNDED = (75.7, 80.1, 91.2, 70.3, 66.6)  # their mean depends on their order, in its last bits
 
 
-def outcome(acc, forgotten, seed=0, seconds=10.0, config=None):
+def outcome(acc, forgotten, seed=0):
     """A run with this average accuracy and forgetting."""
     final = acc - forgotten / 2  # of the first task; the last one makes up for it
     matrix = np.array([[final + forgotten, final], [math.nan, 2 * acc - final]])
-    images = {"classes": ["cat", "dog"], "train_images": 7, "test_images": 2}
-    tasks = [{"name": f"t{i}", **images, "norm_numbers": 0, "head_numbers": 34} for i in range(2)]
-    return RunResult(
-        dataset="digits",
-        method="ewc",
-        seed=seed,
-        **summary_of(matrix),
-        tasks=tasks,
-        config=config or {"model": "test_byobnet", "seed": seed},
-        versions={"torch": "2"},
-        device="cpu",
-        weights="start.pth",
-        weights_sha256="abc",
-        final_sha256="def",
-        seconds=seconds,
-        images_per_second=100.0,
-        command="confitune tune ewc",
-    )
+    return made_up("ewc", seed, matrix)
 
 
 def point(*measured):
