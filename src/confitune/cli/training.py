@@ -132,7 +132,7 @@ def run_command(
                 raise
     console.print(summary_table(results))
     try:
-        if picture := draw_overview(out, results):
+        if picture := draw_overview(out, results[0]):
             write_pages(out)
             say(f"Everything is in {out}; the picture to look at first: {picture}")
     except OSError as error:  # results are there, on a disk that is full or read-only by now

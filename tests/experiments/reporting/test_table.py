@@ -154,7 +154,8 @@ def test_a_path_with_brackets_is_shown_as_it_is():
 
 def test_a_picture_is_drawn(tmp_path):
     joint = made_up("joint", 0, ((NAN, 80.0), (NAN, 90.0)))
-    path = draw_overview(tmp_path, [*SEEDS, made_up("finetune"), joint])
+    saved(tmp_path, *SEEDS, made_up("finetune"), joint)
+    path = draw_overview(tmp_path, SEEDS[0])
     assert path == tmp_path / "overview-digits.png"
     with Image.open(path) as picture:
         assert picture.format == "PNG"
@@ -162,7 +163,7 @@ def test_a_picture_is_drawn(tmp_path):
         assert len(picture.convert("RGB").getcolors(10**6)) > 20
 
 
-def test_pictures_have_methods_in_the_order_given(tmp_path, monkeypatch):
+def test_a_picture_shows_all_methods_of_the_table_that_a_run_stands_in(tmp_path, monkeypatch):
     shown = {}
 
     def overview(data, title):
@@ -171,16 +172,18 @@ def test_pictures_have_methods_in_the_order_given(tmp_path, monkeypatch):
 
     monkeypatch.setattr("confitune.experiments.reporting.report.overview_figure", overview)
     monkeypatch.setattr("confitune.experiments.reporting.report.save_figure", lambda figure, path: None)
-    draw_overview(tmp_path, [made_up("task-bn"), *SEEDS])
+    saved(tmp_path / "all", made_up("task-bn"), *SEEDS, made_up(lr=0.7), made_up(dataset="photos"))
+    draw_overview(tmp_path / "all", SEEDS[1])
     assert (shown["methods"], shown["title"]) == (["task-bn", "confit"], "digits, test_byobnet")
     np.testing.assert_array_equal(shown["last"], np.stack([r.matrix for r in SEEDS]))
     own = ("/home/me/one.py:Mine", "ewc+../one.py:Mine", "/a/two.py:Mine", "/b/two.py:Mine")
-    draw_overview(tmp_path, [*map(made_up, own)])
+    draw_overview(saved(tmp_path / "own", *map(made_up, own)), made_up(own[0]))
     assert shown["methods"] == ["one.py:Mine", "ewc+one.py:Mine", "/a/two.py:Mine", "/b/two.py:Mine"]
 
 
 def test_joint_alone_gives_no_picture(tmp_path):
-    assert draw_overview(tmp_path, [made_up("joint", 0, ((NAN, 80.0), (NAN, 90.0)))]) is None
+    joint = made_up("joint", 0, ((NAN, 80.0), (NAN, 90.0)))
+    assert draw_overview(saved(tmp_path, joint), joint) is None
 
 
 # ---- settings side by side ------------------------------------------------------------------------------------------

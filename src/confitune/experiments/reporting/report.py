@@ -7,7 +7,7 @@ could not run.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from html import escape
 from importlib.resources import files
@@ -24,9 +24,7 @@ from confitune.experiments.reporting.table import (
     COLUMNS,
     Section,
     html_table,
-    rows_of,
     scenario_words,
-    section_of,
     sections_of,
     shown,
 )
@@ -76,9 +74,10 @@ def write_readme(out: Path, text: str, commands: Iterable[str]) -> None:
     write_text(path, f"{_OURS}# {out.resolve().name}\n\n{text}\n\nMade by\n\n```sh\n{made}\n```\n{pictures}")
 
 
-def draw_overview(out: Path, results: Sequence[RunResult]) -> Path | None:
-    """A picture of runs of one recipe, methods in the order given; none where no method learned task after task."""
-    section = section_of(rows_of(results))
+def draw_overview(out: Path, result: RunResult) -> Path | None:
+    """A picture of the table that a finished run stands in; none where no method learned task after task."""
+    sections = sections_of(finished_runs(out).values())
+    section = next(section for section in sections if any(result in row.runs for row in section.rows))
     figure = _overview(section)
     if figure is None:
         return None
