@@ -71,7 +71,8 @@ def _accuracy(net: ContinualNet, task: Task, settings: TrainSettings, mean: Sour
     norms = [m for m in net.backbone.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     running = {m: (m.get_buffer("running_mean").clone(), m.get_buffer("running_var").clone()) for m in norms}
     true: list[tuple[Tensor, Tensor]] = []  # by call
-    found, call = Moments(), 0
+    found = Moments()
+    call = 0
 
     def before(norm: nn.Module, args: tuple[Any, ...]) -> None:
         nonlocal found, call
@@ -90,7 +91,8 @@ def _accuracy(net: ContinualNet, task: Task, settings: TrainSettings, mean: Sour
     while True:
         right = []
         for pixels, labels in batches(task.test, settings.eval_batch_size, device):
-            call, x = 0, task.inputs(pixels)
+            call = 0
+            x = task.inputs(pixels)
             with suppress(_FarEnough), torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16(device)):
                 right.append(count_right(net.head(net.backbone(x)), labels, task.groups))
         if not found.count:

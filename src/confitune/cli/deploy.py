@@ -70,7 +70,8 @@ def learn_command(
     from confitune.engine import LiveProgress, decoding_bar
     from confitune.experiments.runs.recipe import merge_settings
 
-    console, cache_dir = Console(), settings.pop("cache_dir", None)
+    console = Console()
+    cache_dir = settings.pop("cache_dir", None)
     given = {"size": size, "method": method, "keep": keep, "check": check, "skip_broken": skip_broken}
     given = {name: value for name, value in given.items() if value is not None}
     try:
@@ -145,7 +146,8 @@ def tasks_command(
     from confitune.engine import decoding_bar
     from confitune.experiments.reporting.table import terminal_table
 
-    opened, console = Bundle.open(bundle), Console()
+    opened = Bundle.open(bundle)
+    console = Console()
     changes = rename or remove or remove_class or copy
     if undo and changes:
         raise ConfituneError("--undo goes back on its own: give the other changes afterwards")
@@ -210,7 +212,8 @@ def predict_command(
     predictor = Predictor.from_bundle(bundle, device=device)
     if task is not None:
         predictor.bundle.record(task)
-    failed, table = 0, csv.writer(sys.stdout, lineterminator="\n")
+    failed = 0
+    table = csv.writer(sys.stdout, lineterminator="\n")
     if as_csv:
         table.writerow(["image", "task", "class", "probability"])
     for file, answer in predict_files(predictor, files, task, top, among):

@@ -29,7 +29,8 @@ def models_command(
     """
     from confitune.experiments.catalog import MOST, matching_models, models_table
 
-    console, names = Console(), matching_models(pattern)
+    console = Console()
+    names = matching_models(pattern)
     if not names:
         raise ConfituneError(f"no model matches {pattern!r}; try part of a name, e.g. 'resnet'")
     with warnings.catch_warnings():

@@ -271,7 +271,8 @@ def compare_command(
     from confitune.experiments.reporting.table import compare
     from confitune.files import write_whole
 
-    console, sections = Console(), compare(folders)
+    console = Console()
+    sections = compare(folders)
     page = "\n".join(section.markdown() for section in sections)
     if console.is_terminal:
         console.print(*(section.terminal() for section in sections), sep="\n\n")

@@ -96,7 +96,8 @@ def methods_table(*names: str) -> Table:
 
 def method_page(name: str) -> Group:
     """All of one method: what it takes, its options, and how it is called."""
-    options, run = method_options(name), f"confitune run --method {name}"
+    options = method_options(name)
+    run = f"confitune run --method {name}"
     page: list[Table | Text] = [methods_table(name)]
     if options:
         run += f" --set {options[0].name}={value_text(options[0].default)}"

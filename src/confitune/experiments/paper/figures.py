@@ -60,7 +60,8 @@ def storage(outcome: Outcome, scope: Scope, parts: Parts) -> None:
         rows = [[m, *(f"{n:,}" for n in (s.per_task, s.once, s.kept(tasks[-1])))] for m, s in found.items()]
         outcome.table(f"{dataset}: {heading}", head, rows)
         path = scope.picture("storage", dataset)
-        title, y = f"{dataset}: numbers kept between tasks", "numbers (logarithmic above 1,000)"
+        title = f"{dataset}: numbers kept between tasks"
+        y = "numbers (logarithmic above 1,000)"
         lines = {name: (tasks, numbers) for name, numbers in kept.items()}
         draw_panels({heading: lines}, path, title=title, x="tasks", y=y, scale="symlog")
         outcome.pictures.append(path.name)
@@ -154,7 +155,8 @@ def shift(outcome: Outcome, scope: Scope, parts: Parts) -> None:
 def _claim_shift(outcome: Outcome, dataset: str, d1: dict[str, np.ndarray], added: dict[str, np.ndarray]) -> None:
     for plain, hierarchical in (("finetune", "hierarchical"), ("finetune-xconv", "confit")):
         if {plain, hierarchical} <= set(d1):
-            lower, of = int((d1[hierarchical] < d1[plain]).sum()), len(d1[plain])
+            lower = int((d1[hierarchical] < d1[plain]).sum())
+            of = len(d1[plain])
             text = f"{dataset}: hierarchical fine-tuning lowers D1 ({hierarchical} against {plain})"
             outcome.claim(text, f"in {lower} of {of} convolutions", lower >= 0.75 * of)  # half of them is chance
     for plain, xconv in (("finetune", "finetune-xconv"), ("hierarchical", "confit")):

@@ -23,7 +23,8 @@ def datasets(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     rows = []
     for name in scope.datasets:
         tasks = scope.recipe(name, "finetune").load_tasks(IMAGENET_MEAN, IMAGENET_STD)
-        counts, paper = _counts(tasks), reported("datasets").get(name, {})
+        counts = _counts(tasks)
+        paper = reported("datasets").get(name, {})
         outcome.data[name] = counts
         rows += [
             [name, key.replace("_", " "), f"{value:,}", f"{paper[key]:,}" if key in paper else "-"]
@@ -67,7 +68,8 @@ def table2(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     for dataset, of_it in parts.items():
         acc, paper = _compare(outcome, dataset, of_it, "table2")
         if len(acc) == 4:
-            ordered, told = sorted(acc, key=lambda m: acc[m]), sorted(paper, key=lambda m: paper[m])
+            ordered = sorted(acc, key=lambda m: acc[m])
+            told = sorted(paper, key=lambda m: paper[m])
             outcome.claim(
                 f"{dataset}: each half helps alone, both together help most"
                 + (f" (order: {', '.join(told)})" if told else ""),
@@ -171,7 +173,8 @@ def search(outcome: Outcome, scope: Scope, parts: Parts) -> None:
             folder = scope.out / "search" / file_name(dataset) / entry.method
             points, retrained = run_search(planned, folder, place=scope.place, resume=True)
             held_out = {value: mean_and_interval([run.acc for run in runs]).mean for value, runs in points.items()}
-            best, told = winner(points), entry.chosen.get(dataset)
+            best = winner(points)
+            told = entry.chosen.get(dataset)
             tested = [summary_of(run.published_matrix) for run in retrained]
             after = {metric: [run[metric] for run in tested] for metric in ("acc", "fgt")}
             chosen = [value_text(best), "-" if told is None else value_text(told), f"{held_out[best]:.2f}"]

@@ -82,11 +82,13 @@ def _curves(axes: Axes, curves: Mapping[str, Array], height: float) -> None:
     lowest = _axis_floor(min(float(np.nanmin(seeds)) for seeds in curves.values()) - 1, step=5)
     axes.set_ylim(lowest, 100)
     _plain_axes(axes, tasks, levels=5)
-    by_name, ends = looks(curves), dict[str, float]()
+    by_name = looks(curves)
+    ends = dict[str, float]()
     for method, seeds in curves.items():
         mean, half = np.array([mean_and_interval(column)[:2] for column in np.transpose(seeds)]).T
         dots: dict[str, Any] = {"marker": "o", "markersize": 4.5 if tasks <= 12 else 3, "markeredgewidth": 0}
-        after, look = np.arange(1, len(mean) + 1), by_name[method]
+        after = np.arange(1, len(mean) + 1)
+        look = by_name[method]
         axes.plot(after, mean, linewidth=2, clip_on=False, zorder=3, label=method, **look, **dots)
         if len(seeds) >= FEW:
             axes.fill_between(after, mean - half, mean + half, color=look["color"], alpha=0.12, linewidth=0, zorder=2)

@@ -278,7 +278,8 @@ def compare(folders: Sequence[Path]) -> list[Section]:
 
 def _compared(rows: Sequence[Row]) -> Section:
     """A row says what its method was run with in several ways; the note, what is unusual about a method otherwise."""
-    rows, differing = best_first(rows), _differing(rows)
+    differing = _differing(rows)
+    rows = best_first(rows)
     varied = {name for same in _grouped(rows, lambda row: row.method).values() for name in _differing(same)}
     settings = []
     for row in rows:

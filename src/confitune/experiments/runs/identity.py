@@ -71,7 +71,8 @@ def filled(config: Mapping[str, Any]) -> dict[str, Any]:
     >>> known["lr"], known["model"], known["pipeline"]
     (0.1, 'tf_efficientnet_lite0', 'clean')
     """
-    usual, given = option_defaults(config.get("method") if "version" in config else None), config.get("options") or {}
+    usual = option_defaults(config.get("method") if "version" in config else None)
+    given = config.get("options") or {}
     options = {part: {**usual.get(part, {}), **given.get(part, {})} for part in {**usual, **given}}
     said = {name: value for name, value in config.items() if name != "version"}
     return {**said, "options": options, **{name: DEFAULTS[name] for name in DEFAULTS if name not in said}}

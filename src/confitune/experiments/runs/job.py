@@ -103,7 +103,8 @@ def load(job: Job, progress: Progress | None = None) -> tuple[Backbone, TaskSequ
 
     Refused if the network's weights are not those that the job was planned with.
     """
-    recipe, backbone = job.recipe, load_backbone(job.recipe)
+    recipe = job.recipe
+    backbone = load_backbone(job.recipe)
     if backbone.weights_sha256 != job.weights_sha256:
         raise ConfituneError(
             f"the weights of {recipe.model} ({backbone.weights}) are not those that this run was planned with: "

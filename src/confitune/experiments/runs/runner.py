@@ -187,7 +187,8 @@ def run_plans(plans: Sequence[Plan], place: Place) -> list[list[RunResult] | Tra
 
 
 def _finished(plan: Plan, outcomes: Mapping[str, RunResult | ConfituneError]) -> list[RunResult] | TrainingError:
-    results, failed = [], dict[ConfituneError, Job]()  # runs that were stopped by the same error: the first of them
+    results = []
+    failed = dict[ConfituneError, Job]()  # runs that were stopped by the same error: the first of them
     for job in plan.jobs:
         outcome = outcomes[job.key]
         if isinstance(outcome, RunResult):

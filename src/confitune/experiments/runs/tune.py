@@ -98,7 +98,8 @@ def plan_search(
     choices = [
         f"{part}.{name}" for part, model in options_of(create_method(method)).items() for name in model.model_fields
     ]
-    there, paper = ", ".join(choices), paper_search(method)
+    there = ", ".join(choices)
+    paper = paper_search(method)
     if not choices:
         run = f"`confitune run --method {method}` is all there is to do"
         raise ConfituneError(f"{method} has no options to search: {run}")
@@ -110,7 +111,8 @@ def plan_search(
     known = {f"{row.part}.{row.option}": row.grid for row in searched()}
     if not grid and option not in known:
         raise ConfituneError(f"the paper has no grid for {option}: give its values with --grid")
-    untried, tried = Search(recipe, checked.held_out or HELD_OUT, option, ()), list[Value]()
+    untried = Search(recipe, checked.held_out or HELD_OUT, option, ())
+    tried = list[Value]()
     for value in map(read_value, grid) if grid else known[option]:
         part, _, name = option.rpartition(".")
         tried.append(options_set(untried.retraining(value).method(method))[part][name])  # as the method takes it
