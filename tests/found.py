@@ -63,6 +63,12 @@ def made_up(method: str = "confit", seed: int = 0, matrix: object = ACCURACIES, 
     return RunResult(**values)
 
 
+def of_two_tasks(method: str, seed: int, matrix: tuple, as_learned: object = None, **config: object) -> RunResult:
+    """Made up; `matrix` is what task 1 was when learned and at the end, and task 2 at the end."""
+    first, last = matrix
+    return made_up(method, seed, (first, (np.nan, last)), as_learned=as_learned, **config)
+
+
 def saved(out: Path, *results: RunResult) -> Path:
     """A folder with these runs."""
     out.mkdir(parents=True, exist_ok=True)
