@@ -26,6 +26,11 @@ def folder_of(out: Path, method: str, seed: int = 0, dataset: str = "digits") ->
     return folder
 
 
+def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    """Bytes and time of every file below a folder."""
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 def forget(out: Path, method: str | None = None, seed: int | None = None) -> None:
     """Take the lines of these runs out of the experiment, or all."""
     path = out / "runs.jsonl"

@@ -25,7 +25,7 @@ from confitune.files import read_sealed
 from confitune.methods import METHODS
 from confitune.nn import create_backbone, state_sha256
 from confitune.settings import DataSettings, NetworkSettings, TrainSettings
-from found import folder_of, forget, run_of
+from found import contents, folder_of, forget, run_of
 
 SOURCE = Path(cli.__file__).parents[2]
 
@@ -91,10 +91,6 @@ def ran(ran_once, tmp_path):
 def no_runs(monkeypatch):
     """Fails the test if a run is started."""
     monkeypatch.setattr(SequenceRun, "run", lambda self: pytest.fail(f"{self.method.name} was started"))
-
-
-def contents(folder):
-    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
 def refused(said):

@@ -6,6 +6,7 @@ from uuid import uuid4
 
 import pytest
 
+from confitune.engine import SequenceRun
 from confitune.experiments.runs.recipe import make_recipe
 from confitune.experiments.runs.runner import run_recipe
 
@@ -39,3 +40,17 @@ def finished_once(values, tmp_path_factory):
 def finished(finished_once, tmp_path):
     """A folder of its own with finetune and confit finished for seeds 0 and 1."""
     return shutil.copytree(finished_once, tmp_path / "finished")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """(method, seed) of every run that is started."""
+    runs = []
+    run = SequenceRun.run
+
+    def spy(self):
+        runs.append((self.method.name, self.settings.seed))
+        return run(self)
+
+    monkeypatch.setattr(SequenceRun, "run", spy)
+    return runs
