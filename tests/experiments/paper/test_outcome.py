@@ -50,7 +50,7 @@ def test_claims_are_told_apart():
     claims = [Claim(text=t, measured="1", holds=h) for t, h in (("a", True), ("b", False), ("c", None))]
     page = Outcome(what="x", title="X", claims=claims).markdown()
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")]
-    assert [row[2].strip() for row in rows] == ["verdict", "holds", "does not hold", "not measured"]
+    assert [row[2].strip() for row in rows] == ["verdict", "holds", "does not hold", "not judged"]
 
 
 def test_a_page_shows_everything():
