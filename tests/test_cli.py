@@ -18,13 +18,14 @@ from confitune import __version__, cli, metrics
 from confitune.engine import SequenceRun
 from confitune.engine.checkpoint import values_of
 from confitune.errors import ConfituneError
-from confitune.experiments import finished_runs, plan_search, read_recipe
-from confitune.experiments.runs.identity import filled
+from confitune.experiments.runs.identity import filled, finished_runs
+from confitune.experiments.runs.recipe import read_recipe
+from confitune.experiments.runs.tune import plan_search
 from confitune.files import read_sealed
 from confitune.methods import METHODS
 from confitune.nn import create_backbone, state_sha256
 from confitune.settings import DataSettings, NetworkSettings, TrainSettings
-from found import folder_of, forget, run_of
+from found import contents, folder_of, forget, run_of
 
 SOURCE = Path(cli.__file__).parents[2]
 
@@ -90,10 +91,6 @@ def ran(ran_once, tmp_path):
 def no_runs(monkeypatch):
     """Fails the test if a run is started."""
     monkeypatch.setattr(SequenceRun, "run", lambda self: pytest.fail(f"{self.method.name} was started"))
-
-
-def contents(folder):
-    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
 def refused(said):
@@ -168,7 +165,7 @@ def test_the_task_of_test_images_may_not_be_given(confitune, tiny, tmp_path):
             assert "class-incremental (task not given)" in (out / page).read_text()
     assert len(found[0]) == 6
     assert found[0] == found[1]
-    assert "**digits, class-incremental (task not given)**" in confitune("compare", out).out
+    assert "**digits**, test_byobnet, 2 tasks, class-incremental (task not given)" in confitune("compare", out).out
 
 
 @pytest.mark.parametrize(
@@ -602,22 +599,24 @@ def cells(out, model):
 def test_models_shows_what_a_task_takes(confitune):
     said = confitune("models", "resnet18")
     assert said.code == 0
-    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "19,148", "45,523"]
-    assert cells(said.out, "torchvision:resnet18")[4:] == ["19,148", "45,523"]
+    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "24,278", "50,653"]
+    assert cells(said.out, "torchvision:resnet18")[4:] == ["24,278", "50,653"]
 
 
 def test_models_shows_a_few_of_many(confitune, monkeypatch):
-    monkeypatch.setattr("confitune.experiments.matching_models", lambda pattern: ["resnet18"] * 11 + ["vgg11_bn"] * 5)
+    monkeypatch.setattr(
+        "confitune.experiments.catalog.matching_models", lambda pattern: ["resnet18"] * 11 + ["vgg11_bn"] * 5
+    )
     said = confitune("models", "net")
     assert sum(line.startswith("│ ") for line in said.out.splitlines()) == 12
     assert "12 of 16 that match; give more of a name for others, e.g. 'vgg11_bn'" in said.out
 
 
 def test_models_fits_eighty_columns(confitune, monkeypatch):
-    monkeypatch.setattr("confitune.experiments.matching_models", lambda pattern: ["resnet18"])
+    monkeypatch.setattr("confitune.experiments.catalog.matching_models", lambda pattern: ["resnet18"])
     monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((80, 24)))
     said = confitune("models", "resnet18")
-    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "19,148", "45,523"]
+    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "24,278", "50,653"]
 
 
 def test_models_says_which_has_no_batch_norm(confitune):
@@ -693,11 +692,14 @@ def test_options_lists_every_setting(confitune):
     assert cells(said, "cpr.beta") == ["cpr.beta", "0.05", "weight of the entropy term"]
 
 
-@pytest.mark.parametrize("command", ["run", "tune", "reproduce", "compare", "learn", "predict"])
-def test_help_shows_no_types_of_python(confitune, command):
-    said = confitune(command, "--help").out
+@pytest.mark.parametrize("command", [[], *([command.name] for command in cli.app.registered_commands)])
+def test_help_shows_no_types_of_python_and_no_files_that_are_not_installed(confitune, command):
+    said = confitune(*command, "--help").out
     assert "--help" in said
     assert not re.search(r"<(bool|list)", said)
+    assert not re.search(r"\b(results|recipes|docs|examples|benchmarks)/", said)
+    for recipe in set(re.findall(r"[\w-]+\.yaml", said)) - {"winner.yaml"}:  # which `tune` writes
+        assert read_recipe(recipe)
 
 
 def test_without_arguments_help_is_shown(confitune):
@@ -713,7 +715,7 @@ def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tm
     arguments = ["tune", "ewc", *tiny, "--grid", "100", "--grid", "1", "--out", out]
     said = confitune(*arguments)
     assert said.code == 0
-    assert "grid point 1 of 2: ewc.strength=1\n" in said.out
+    assert "digits ewc (ewc.strength=1, 1 of 2): task 1 of 2" in said.out
     best = read_recipe(out / "winner.yaml")["options"]["ewc"]["strength"]
     for strength in (1, 100):
         chosen = {"ewc": {"strength": float(strength)}}
@@ -727,7 +729,7 @@ def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tm
     assert f"Everything is in {out}; to run the winner again: confitune run {out / 'winner.yaml'}" in said.out
 
     message = refused(confitune(*arguments))
-    assert "holds a finished run of digits ewc: add --resume" in message
+    assert "holds a finished run of digits ewc (ewc.strength=1, 1 of 2): add --resume" in message
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SequenceRun, "run", lambda self: pytest.fail("a run was started"))
         assert confitune(*arguments, "--resume").code == 0
@@ -768,7 +770,7 @@ def test_tune_takes_a_recipe_and_options_win_over_it(confitune, tmp_path, monkey
         seen.append((search, out, how))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("confitune.experiments.run_search", stopped)
+    monkeypatch.setattr("confitune.experiments.runs.tune.run_search", stopped)
     options = ["--seeds", 2, "--set", "mas.strength=7", "--parallel-seeds", 2, "--no-retrain", "--resume"]
     said = confitune("tune", "mas-cpr", tmp_path / "mine.yaml", *options, "--out", tmp_path / "out")
     assert said.code == 130
@@ -810,7 +812,7 @@ def test_runs_are_done_where_they_are_asked_for(confitune, tmp_path, monkeypatch
         asked.append({name: value for name, value in options.items() if name != "console"})
         raise ConfituneError("there is no such place")
 
-    monkeypatch.setattr("confitune.experiments.open_place", nowhere)
+    monkeypatch.setattr("confitune.experiments.runs.runner.open_place", nowhere)
     there = ["--on", "head:6379", "--gpus-per-run", 0.2, "--cpus-per-run", 3, "--parallel-seeds", 2]
     for options in ([], there):
         assert "there is no such place" in refused(confitune(*command, *options, "--out", tmp_path))
@@ -823,8 +825,9 @@ def test_runs_are_done_where_they_are_asked_for(confitune, tmp_path, monkeypatch
 def test_methods_lists_all_of_them(confitune):
     said = confitune("methods")
     assert said.code == 0
-    assert cells(said.out, "confit")[3:5] == ["45,523", "0"]
-    assert cells(said.out, "ewc")[3:5] == ["0", "22,353,024"]
+    assert cells(said.out, "confit")[3:5] == ["50,653", "0"]
+    assert cells(said.out, "ewc")[3:5] == ["5,130", "22,353,024"]
+    assert "a task has 10 classes, and its head is included" in " ".join(said.out.split())
 
 
 def test_methods_with_a_name_shows_its_options(confitune):

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from confitune.experiments import finished_runs
 from confitune.experiments.paper.tables import order_of
 from confitune.experiments.reporting.table import Row, numbers_per_task, sections_of
+from confitune.experiments.runs.identity import finished_runs
 from confitune.metrics import mean_and_interval
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = ["fastapi", "uvicorn", "onnx", "onnxruntime", "ray", "pytest", "mkdocs"]
+EXTRAS = ["fastapi", "uvicorn", "onnx", "onnxruntime", "ray", "tensorboard", "pytest", "mkdocs"]
 
 # Two folders of small photos, cut from a photograph that scikit-image installs.
 PHOTOS = """

@@ -3,8 +3,9 @@ import csv
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from confitune.engine import CsvLog, EpochEnd, Listener, TensorBoardLog
+from confitune.engine import EpochEnd, Listener
 from confitune.engine.events import Listeners
+from confitune.engine.logs import CsvLog, TensorBoardLog, run_logs
 
 
 class Ends(Listener):
@@ -66,6 +67,12 @@ def test_going_on_within_a_task_keeps_its_earlier_epochs(tmp_path):
     assert rows == [*first, ("1", "2", "2.0")]
     left = [(row["after_task"], row["task"]) for row in csv.DictReader((tmp_path / "accuracy.csv").open())]
     assert left == [("0", "0")]
+
+
+def test_without_tensorboard_there_are_csv_files_alone(tmp_path, monkeypatch):
+    assert [type(log) for log in run_logs(tmp_path)] == [CsvLog, TensorBoardLog]
+    monkeypatch.setattr("confitune.engine.logs.find_spec", lambda name: None)
+    assert [type(log) for log in run_logs(tmp_path)] == [CsvLog]
 
 
 def test_tensorboard_holds_what_was_measured(make_run, tmp_path):

@@ -6,7 +6,9 @@ from uuid import uuid4
 
 import pytest
 
-from confitune.experiments import make_recipe, run_recipe
+from confitune.engine import SequenceRun
+from confitune.experiments.runs.recipe import make_recipe
+from confitune.experiments.runs.runner import run_recipe
 
 # Ray reads these when it is first used: its clusters here have a token of their own, whatever this machine keeps.
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid4().hex, RAY_USAGE_STATS_ENABLED="0")
@@ -38,3 +40,17 @@ def finished_once(values, tmp_path_factory):
 def finished(finished_once, tmp_path):
     """A folder of its own with finetune and confit finished for seeds 0 and 1."""
     return shutil.copytree(finished_once, tmp_path / "finished")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """(method, seed) of every run that is started."""
+    runs = []
+    run = SequenceRun.run
+
+    def spy(self):
+        runs.append((self.method.name, self.settings.seed))
+        return run(self)
+
+    monkeypatch.setattr(SequenceRun, "run", spy)
+    return runs

@@ -28,7 +28,9 @@ import confitune.engine.evaluation as evaluation
 import confitune.engine.step as steps
 import confitune.files as files
 import confitune.tasks.store as stores
-from confitune.experiments import finished_runs, make_recipe, run_recipe
+from confitune.experiments.runs.identity import finished_runs
+from confitune.experiments.runs.recipe import make_recipe
+from confitune.experiments.runs.runner import run_recipe
 from confitune.nn import create_backbone
 
 # Phase -> where its work is done. Files are written in several calls, so that kills fall in between, too; the last of

@@ -1,4 +1,4 @@
-"""What `confitune methods` says, against networks and methods themselves."""
+"""What `confitune methods` and `confitune models` say, against networks and methods themselves."""
 
 import io
 
@@ -7,13 +7,25 @@ import torch
 from rich.console import Console
 
 from confitune.errors import ConfituneError
-from confitune.experiments import make_recipe, merge_settings, method_options, method_page, methods_table, plan_search
-from confitune.experiments.catalog import NETWORK, method_row
+from confitune.experiments.catalog import (
+    MOST,
+    NETWORK,
+    WELL_KNOWN,
+    matching_models,
+    method_options,
+    method_page,
+    method_row,
+    methods_table,
+    model_row,
+)
 from confitune.experiments.paper.numbers import searched
+from confitune.experiments.runs.recipe import make_recipe, merge_settings
+from confitune.experiments.runs.tune import plan_search
 from confitune.methods import METHODS, create_method
-from confitune.nn import build_model
+from confitune.nn import build_model, model_names
 
 SHARED = 11_176_512  # weights of ResNet18 without its head
+HEAD = 10 * (512 + 1)
 CONVOLUTIONS = SHARED - 2 * 4800  # less the affine parameters of its batch norms
 ADDED = [name for name, kind in METHODS.items() if not kind.is_base()]
 
@@ -51,11 +63,11 @@ def test_numbers_a_task_are_those_a_real_network_stores(reports, name):
     with torch.no_grad():
         net.train()(torch.zeros(2, 3, 32, 32))
     net.finish_task()
-    assert reports[name].numbers_per_task == net.storage()["one"].beside_head
+    assert reports[name].numbers_per_task == sum(net.storage()["one"].parts.values())
 
 
 def test_the_numbers_that_are_known(reports):
-    found = {name: report.numbers_per_task for name, report in reports.items()}
+    found = {name: report.numbers_per_task - HEAD for name, report in reports.items()}
     assert (found["confit"], found["task-bn"], found["finetune"], found["joint"]) == (45_523, 19_200, 0, 0)
     assert found["best"] == 19_200 + 4 * 8_839  # a change of rank 1: outputs, inputs, window
     assert found["single-task"] == SHARED + 2 * 4800  # a network for every task, with its running moments
@@ -72,12 +84,12 @@ def test_two_methods_keep_the_pretrained_batch_norms_once_and_lda_second_moments
 )
 def test_methods_that_are_added_keep_so_many_numbers_per_shared_weight_once(reports, name, per_weight):
     report = reports[name]
-    assert (report.numbers_per_task, report.numbers_once) == (0, per_weight * SHARED)
+    assert (report.numbers_per_task, report.numbers_once) == (HEAD, per_weight * SHARED)
 
 
 def test_a_composed_method_has_what_its_parts_have():
     report = Report("mas+rwalk+confit")
-    assert report.numbers_per_task == 45_523
+    assert report.numbers_per_task == 45_523 + HEAD
     assert report.numbers_once == 6 * CONVOLUTIONS  # batch norms are each task's own
     for part in ("confit", "mas", "rwalk"):
         assert METHODS[part].summary in report.summary
@@ -145,15 +157,15 @@ def test_the_table_has_a_row_for_every_method():
     text = printed(methods_table())
     found = {row[0]: row for row in rows(text) if row[0]}
     assert list(found) == list(METHODS)
-    assert (found["confit"][3], found["confit"][4]) == ("45,523", "0")
-    assert (found["ewc"][3], found["ewc"][4]) == ("0", "22,353,024")
+    assert (found["confit"][3], found["confit"][4]) == ("50,653", "0")
+    assert (found["ewc"][3], found["ewc"][4]) == ("5,130", "22,353,024")
     assert "Kirkpatrick et al., PNAS" in text
 
 
 def test_the_table_fits_eighty_columns():
     text = printed(methods_table(), width=80)
     assert max(map(len, text.splitlines())) <= 80
-    assert {"finetune-xconv", "45,523", "22,353,024"} <= {cell for row in rows(text) for cell in row}
+    assert {"finetune-xconv", "50,653", "22,353,024"} <= {cell for row in rows(text) for cell in row}
 
 
 def test_the_page_of_a_method_shows_its_options_and_how_to_call_it():
@@ -164,3 +176,55 @@ def test_the_page_of_a_method_shows_its_options_and_how_to_call_it():
     assert "confitune tune ewc" in text
     assert "settings of the network" not in text
     assert "settings of the network that matter to it: means, statistics\n" in printed(method_page("confit"))
+
+
+# ---- networks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "norms", "phase", "window"),
+    [
+        ("resnet18", 20, 19_148 + HEAD, 45_523 + HEAD),
+        ("torchvision:resnet18", 20, 19_148 + HEAD, 45_523 + HEAD),
+        ("tf_efficientnet_lite0", 49, 86_220 + 10 * 1281, 255_835 + 10 * 1281),
+    ],
+)
+def test_numbers_a_task_of_a_network(name, norms, phase, window):
+    assert model_row(name)[2:] == [str(norms), str(norms), f"{phase:,}", f"{window:,}"]
+
+
+def test_parameters_are_counted_without_the_head():
+    assert model_row("resnet18")[1] == "11.2M"  # 11,689,512 less 1000 x 512 + 1000
+
+
+def test_batch_norms_without_a_convolution_are_not_recovered():
+    _, _, norms, recovered, *_ = model_row("densenet121")
+    assert 0 < int(recovered) < int(norms) == 121
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("vit_tiny_patch16_224", "has no batch norm"), ("resnet81", "no model 'resnet81'")]
+)
+def test_a_network_that_does_not_convert_says_why(name, problem):
+    _, why = model_row(name)
+    assert why.startswith(problem)
+
+
+def test_without_a_pattern_the_well_known_ones():
+    assert matching_models(None) == list(WELL_KNOWN)
+    assert len(WELL_KNOWN) <= MOST
+    assert set(WELL_KNOWN) <= set(model_names())
+
+
+def test_a_pattern_is_part_of_a_name_or_has_wildcards():
+    assert "resnet18" in matching_models("resnet18")
+    assert "torchvision:resnet18" in matching_models("resnet18")
+    assert all("resnet18" in name for name in matching_models("resnet18"))
+    assert matching_models("resnet1?") == ["resnet18"]
+    assert all(name.startswith("vgg") and name.endswith("_bn") for name in matching_models("vgg*_bn"))
+    assert len(matching_models("vgg*_bn")) == 4
+    assert matching_models("no such thing") == []
+
+
+def test_short_names_come_first():
+    assert matching_models("resnet")[:3] == ["resnet18", "resnet26", "resnet34"]

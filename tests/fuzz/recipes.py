@@ -11,8 +11,9 @@ import yaml
 from hypothesis import strategies as st
 from PIL import Image
 
-from confitune.experiments import make_recipe, merge_settings, read_recipe, read_scope
+from confitune.experiments.paper.plan import read_scope
 from confitune.experiments.paper.reproduce import parts_of
+from confitune.experiments.runs.recipe import make_recipe, merge_settings, read_recipe
 from confitune.tasks import dataset_parts
 from fuzz.mutations import DEEP, changed, damaged
 from fuzz.watch import Watch

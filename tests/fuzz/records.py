@@ -12,7 +12,8 @@ from PIL import Image
 
 from confitune.engine import CsvLog, RunResult
 from confitune.engine.result import summary_of
-from confitune.experiments import summary_table, write_pages, write_report
+from confitune.experiments.reporting.report import write_pages, write_report
+from confitune.experiments.reporting.table import summary_table
 from confitune.files import checksum_of
 from confitune.tasks import Pipeline
 from confitune.tasks.store import ImageFile, open_store

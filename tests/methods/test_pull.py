@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from confitune.engine import DivergedError, Listener
-from confitune.experiments import make_recipe
 from confitune.experiments.paper.plan import Scope
+from confitune.experiments.runs.recipe import make_recipe
 from confitune.methods import Method, create_method
 from confitune.methods.pull import Pull
 

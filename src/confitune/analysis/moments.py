@@ -90,7 +90,7 @@ def paired_convs(net: ContinualNet, example_input: Tensor | None = None) -> dict
 
 
 @torch.no_grad()
-def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings | None = None) -> dict[str, LayerMoments]:
+def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings) -> dict[str, LayerMoments]:
     """True and used means of every paired convolution's output on the task's test set, in network order.
 
     The network, its slot included, stays as it is: a copy is measured. Convolutions are done in full float32 whatever
@@ -111,7 +111,7 @@ def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings | Non
         twin.backbone.get_submodule(conv).register_forward_hook(partial(add, conv))
     cudnn = {"enabled": torch.backends.cudnn.enabled, "deterministic": torch.backends.cudnn.deterministic}
     with torch.backends.cudnn.flags(**cudnn, allow_tf32=False), torch.autocast(device.type, enabled=False):
-        for pixels, _ in batches(task.test, (settings or TrainSettings()).eval_batch_size, device):
+        for pixels, _ in batches(task.test, settings.eval_batch_size, device):
             twin(task.inputs(pixels))
     if not true:
         raise ConfituneError(f"no batch norm of {type(net.backbone).__name__} follows a convolution: nothing to watch")

@@ -20,7 +20,6 @@ from itertools import product
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -34,47 +33,26 @@ from confitune.tasks import Task
 Source = Literal["running", "true"]
 
 
-class MomentsAccuracy(BaseModel):
-    """One of the four combinations; accuracies in percent."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    mean: Source
-    variance: Source
-    acc: float  # over tasks
-    per_task: list[float]
-
-
-class TransductiveResult(BaseModel, frozen=True):
-    """All four combinations."""
-
-    tasks: list[str]
-    accuracies: list[MomentsAccuracy]
-
-    def of(self, mean: Source, variance: Source) -> MomentsAccuracy:
-        """One combination."""
-        return next(a for a in self.accuracies if (a.mean, a.variance) == (mean, variance))
-
-
 @torch.no_grad()
-def transductive_accuracy(
-    net: ContinualNet, tasks: Sequence[Task], settings: TrainSettings | None = None
-) -> TransductiveResult:
+def transductive_accuracy(net: ContinualNet, tasks: Sequence[Task], settings: TrainSettings) -> dict[str, Any]:
     """Accuracy on each task's test set with {running, true} means x {running, true} variances.
 
     A test set that fits in one batch (`settings.eval_batch_size`) takes one forward pass a combination. A larger one
     takes a sweep for every batch norm, up to that layer, and a last one: measured in chunks, the same moments. Raise
     `eval_batch_size` where memory allows. The network stays as it is, to the bit: a copy is measured.
+
+    Returns:
+        `tasks`: their names; `accuracies`: for each combination its `mean` and `variance` ('running' or 'true'), `acc`
+        (the average over tasks, in percent) and `per_task`.
     """
-    settings = settings or TrainSettings()
     twin = copy.deepcopy(net).eval()
     sources: tuple[Source, Source] = ("running", "true")
     accuracies = []
     for mean, variance in product(sources, sources):
         per_task = [_accuracy(twin, task, settings, mean, variance) for task in tasks]
         acc = sum(per_task) / len(per_task)
-        accuracies.append(MomentsAccuracy(mean=mean, variance=variance, acc=acc, per_task=per_task))
-    return TransductiveResult(tasks=[task.name for task in tasks], accuracies=accuracies)
+        accuracies.append({"mean": mean, "variance": variance, "acc": acc, "per_task": per_task})
+    return {"tasks": [task.name for task in tasks], "accuracies": accuracies}
 
 
 class _FarEnough(Exception):
@@ -93,7 +71,8 @@ def _accuracy(net: ContinualNet, task: Task, settings: TrainSettings, mean: Sour
     norms = [m for m in net.backbone.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     running = {m: (m.get_buffer("running_mean").clone(), m.get_buffer("running_var").clone()) for m in norms}
     true: list[tuple[Tensor, Tensor]] = []  # by call
-    found, call = Moments(), 0
+    found = Moments()
+    call = 0
 
     def before(norm: nn.Module, args: tuple[Any, ...]) -> None:
         nonlocal found, call
@@ -112,7 +91,8 @@ def _accuracy(net: ContinualNet, task: Task, settings: TrainSettings, mean: Sour
     while True:
         right = []
         for pixels, labels in batches(task.test, settings.eval_batch_size, device):
-            call, x = 0, task.inputs(pixels)
+            call = 0
+            x = task.inputs(pixels)
             with suppress(_FarEnough), torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16(device)):
                 right.append(count_right(net.head(net.backbone(x)), labels, task.groups))
         if not found.count:

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from confitune.cli.options import SettingsCommand
+from confitune.cli.options import CommandGroup
 
-Made = TypeVar("Made", bound=Callable[..., Any])
-
-
-class _App(typer.Typer):
-    def command(self, name: str | None = None, *, cls: Any = SettingsCommand, **more: Any) -> Callable[[Made], Made]:
-        return super().command(name, cls=cls, **more)
-
-
-app = _App(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 Option = typer.Option
 
 

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from confitune.cli.app import Option, app, importing, say, stoppable
-from confitune.cli.options import SettingsCommand, with_settings
+from confitune.cli.options import with_settings
 from confitune.errors import ConfituneError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ Device = Annotated[str, Option(help="auto, cpu, cuda, ...")]
 Texts = list[str] | None  # of an option that may be given many times
 
 
-@app.command(name="learn", cls=SettingsCommand)
+@app.command(name="learn")
 @with_settings(
     *("epochs", "batch_size", "lr", "seed", "augmentation", "model", "weights", "device", "cache_dir"),
     epochs="10, or the method's",
@@ -68,9 +68,10 @@ def learn_command(
 
     from confitune.deploy import LearnSettings, grow, learn
     from confitune.engine import LiveProgress, decoding_bar
-    from confitune.experiments import merge_settings
+    from confitune.experiments.runs.recipe import merge_settings
 
-    console, cache_dir = Console(), settings.pop("cache_dir", None)
+    console = Console()
+    cache_dir = settings.pop("cache_dir", None)
     given = {"size": size, "method": method, "keep": keep, "check": check, "skip_broken": skip_broken}
     given = {name: value for name, value in given.items() if value is not None}
     try:
@@ -88,7 +89,7 @@ def learn_command(
 
 
 def _print_learned(console: Console, report: LearnReport, bundle: Path) -> None:
-    from confitune.experiments import terminal_table
+    from confitune.experiments.reporting.table import terminal_table
 
     rows = []
     for change in report.changes:
@@ -143,9 +144,10 @@ def tasks_command(
     from confitune.deploy import Bundle, changing, check_tasks, go_back
     from confitune.deploy import remove_class as forget_class
     from confitune.engine import decoding_bar
-    from confitune.experiments import terminal_table
+    from confitune.experiments.reporting.table import terminal_table
 
-    opened, console = Bundle.open(bundle), Console()
+    opened = Bundle.open(bundle)
+    console = Console()
     changes = rename or remove or remove_class or copy
     if undo and changes:
         raise ConfituneError("--undo goes back on its own: give the other changes afterwards")
@@ -210,7 +212,8 @@ def predict_command(
     predictor = Predictor.from_bundle(bundle, device=device)
     if task is not None:
         predictor.bundle.record(task)
-    failed, table = 0, csv.writer(sys.stdout, lineterminator="\n")
+    failed = 0
+    table = csv.writer(sys.stdout, lineterminator="\n")
     if as_csv:
         table.writerow(["image", "task", "class", "probability"])
     for file, answer in predict_files(predictor, files, task, top, among):

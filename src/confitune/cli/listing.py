@@ -27,10 +27,10 @@ def models_command(
     weights). "recovered" counts the batch norms that directly follow a convolution, whose mean is recovered through
     it; the others keep all their moments per task.
     """
-    from confitune.experiments import matching_models, models_table
-    from confitune.experiments.catalog import MOST
+    from confitune.experiments.catalog import MOST, matching_models, models_table
 
-    console, names = Console(), matching_models(pattern)
+    console = Console()
+    names = matching_models(pattern)
     if not names:
         raise ConfituneError(f"no model matches {pattern!r}; try part of a name, e.g. 'resnet'")
     with warnings.catch_warnings():
@@ -49,10 +49,10 @@ def methods_command(
 ) -> None:
     """List the methods, what each stores and what it does besides plain fine-tuning; with a name, its options.
 
-    Numbers are those of a ResNet18, measured from the network that each method trains, without heads: "a task" for
-    every task, "once" however many there are. Those that add to a step (ewc, si, rwalk, mas, cpr, afec) join another
-    method and one another by '+'; alone they join finetune. mas-cpr and mas-afec are the paper's names of mas+cpr and
-    mas+afec. A method of your own is FILE.py:CLASS.
+    Numbers are those of a ResNet18: "a task" for every task, its head of 10 classes included; "once" however many there
+    are. Methods that add to a step (ewc, si, rwalk, mas, cpr, afec) combine with another method and with one another by
+    '+'; alone they join finetune. mas-cpr and mas-afec are the paper's names of mas+cpr and mas+afec. A method of your
+    own is FILE.py:CLASS.
 
     [bold]Examples[/bold]
 
@@ -61,7 +61,7 @@ def methods_command(
       confitune methods mas+cpr+confit
     """
     with importing():
-        from confitune.experiments import method_page, methods_table
+        from confitune.experiments.catalog import method_page, methods_table
 
         page = method_page(name) if name else methods_table()
     Console().print(page)
@@ -78,7 +78,8 @@ def options_command() -> None:
       confitune options
       confitune run --method ewc --set weight_decay=1e-4 --set ewc.strength=3000
     """
-    from confitune.experiments import method_options, terminal_table
+    from confitune.experiments.catalog import method_options
+    from confitune.experiments.reporting.table import terminal_table
 
     rows = [
         [name, default_of(name), field.description or ""]

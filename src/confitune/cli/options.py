@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from typer.core import TyperCommand
+from typer.core import TyperGroup
 
 from confitune.settings import DataSettings, NetworkSettings, TrainSettings
 
@@ -75,22 +75,31 @@ def with_settings(
     return add
 
 
-class SettingsCommand(TyperCommand):
-    """A command that says how a setting is given for which it has no option, and shows no types of Python's."""
+class CommandGroup(TyperGroup):
+    """All commands. Their help shows no types of Python's; a setting that has no option is answered with --set."""
 
     def get_params(self, ctx: Any) -> Any:
-        params = super().get_params(ctx)
-        for param in params:
-            plain = param.metavar is None and (getattr(param, "is_flag", False) or param.multiple)
-            if plain or param.nargs == -1:
-                param.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
-        return params
+        return _without_types(super().get_params(ctx))
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            _without_types(command.get_params(ctx))
+        return command
+
+    def invoke(self, ctx: Any) -> Any:
         try:
-            return super().parse_args(ctx, args)
+            return super().invoke(ctx)
         except Exception as error:  # typer keeps the class of this error to itself
             name = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
             if name in FIELDS:
                 error.message += f"; write --set {name}=VALUE"  # type: ignore[attr-defined]
             raise
+
+
+def _without_types(params: list[Any]) -> list[Any]:
+    for param in params:
+        plain = param.metavar is None and (getattr(param, "is_flag", False) or param.multiple)
+        if plain or param.nargs == -1:
+            param.display_type_rich = lambda ctx: None
+    return params

@@ -64,20 +64,16 @@ def _place(
         _Where(min=1, help="on Ray: a run's CPUs and torch's threads; default: its GPU's part of the node's, or 4"),
     ] = None,
 ) -> AbstractContextManager[Any]:
-    from confitune.experiments import open_place
+    from confitune.experiments.runs.runner import open_place
 
     return open_place(
-        on=on,
-        console=console,
-        parallel_seeds=parallel_seeds,
-        gpus_per_run=gpus_per_run,
-        cpus_per_run=cpus_per_run,
+        on=on, console=console, parallel_seeds=parallel_seeds, gpus_per_run=gpus_per_run, cpus_per_run=cpus_per_run
     )
 
 
 def _recipe_values(recipe: str | None, changes: list[str] | None, **given: Any) -> dict[str, Any]:
     """The file's values with those given on the command line over them."""
-    from confitune.experiments import merge_settings, read_recipe
+    from confitune.experiments.runs.recipe import merge_settings, read_recipe
 
     values = {name: value for name, value in given.items() if value is not None}
     return merge_settings({**(read_recipe(recipe) if recipe else {}), **values}, changes or ())
@@ -117,8 +113,11 @@ def run_command(
       confitune run --method ewc --set ewc.strength=3000 --set weight_decay=1e-4
       confitune run --method confit --method ewc --method mas --seeds 5 --on ray --cpus-per-run 1
     """
-    from confitune.experiments import draw_overview, make_recipe, run_recipe, summary_table, write_pages
+    from confitune.experiments.reporting.report import draw_overview, write_pages
+    from confitune.experiments.reporting.table import summary_table
     from confitune.experiments.runs.job import TrainingError
+    from confitune.experiments.runs.recipe import make_recipe
+    from confitune.experiments.runs.runner import run_recipe
 
     console = Console()
     with stoppable(_GOES_ON):
@@ -133,7 +132,7 @@ def run_command(
                 raise
     console.print(summary_table(results))
     try:
-        if picture := draw_overview(out, results):
+        if picture := draw_overview(out, results[0]):
             write_pages(out)
             say(f"Everything is in {out}; the picture to look at first: {picture}")
     except OSError as error:  # results are there, on a disk that is full or read-only by now
@@ -169,7 +168,8 @@ def tune_command(
       confitune tune mas-cpr flowers102-paper.yaml --data-dir data --out runs/tune-cpr --resume
       confitune tune ewc+confit --option ewc.strength --grid 300 --grid 3000 --grid 30000 --no-retrain
     """
-    from confitune.experiments import edge_note, plan_search, run_search, sections_of
+    from confitune.experiments.reporting.table import sections_of
+    from confitune.experiments.runs.tune import edge_note, plan_search, run_search
 
     values = _recipe_values(recipe, changes, **settings, seeds=seeds)
     search = plan_search(method, values, option, grid or (), recipe or _OURS)
@@ -218,7 +218,8 @@ def reproduce_command(
       confitune reproduce shift --data-dir data --methods hierarchical,confit --means window --set statistics=pass
       confitune reproduce table1.yaml --data-dir data  [dim]# a recipe that comes along[/dim]
     """
-    from confitune.experiments import read_scope, reproduce
+    from confitune.experiments.paper.plan import read_scope
+    from confitune.experiments.paper.reproduce import reproduce
 
     given = settings if seeds is None else {**settings, "seeds": seeds}
     scope, whats = read_scope(
@@ -245,9 +246,9 @@ def report_command(
     [bold]Examples[/bold]
 
       confitune report confitune-run
-      confitune report results/photos --out photos.html --title "Photos, five tasks"
+      confitune report confitune-run --out photos.html --title "Photos, five tasks"
     """
-    from confitune.experiments import write_report
+    from confitune.experiments.reporting.report import write_report
 
     say(f"The report is {write_report(folder, out, title)}")
 
@@ -265,12 +266,13 @@ def compare_command(
     [bold]Examples[/bold]
 
       confitune compare runs/lr-0.01 runs/lr-0.03
-      confitune compare results/photos* --out photos.md
+      confitune compare runs --out runs.md
     """
-    from confitune.experiments import compare
+    from confitune.experiments.reporting.table import compare
     from confitune.files import write_whole
 
-    console, sections = Console(), compare(folders)
+    console = Console()
+    sections = compare(folders)
     page = "\n".join(section.markdown() for section in sections)
     if console.is_terminal:
         console.print(*(section.terminal() for section in sections), sep="\n\n")

@@ -7,7 +7,7 @@ from confitune.engine.evaluation import evaluate
 from confitune.engine.events import EpochEnd, Listener
 from confitune.engine.feed import batches, place, place_task
 from confitune.engine.label_space import require_scenario
-from confitune.engine.logs import CsvLog, TensorBoardLog
+from confitune.engine.logs import CsvLog, run_logs
 from confitune.engine.parallel import Turns
 from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
 from confitune.engine.result import RunResult, add_result, command_line, read_results, summary_of, versions
@@ -28,7 +28,6 @@ __all__ = [
     "RunResult",
     "SequenceRun",
     "TaskFit",
-    "TensorBoardLog",
     "TrainSettings",
     "Turns",
     "add_result",
@@ -46,6 +45,7 @@ __all__ = [
     "progress_board",
     "read_results",
     "require_scenario",
+    "run_logs",
     "steps_of",
     "summary_of",
     "versions",

@@ -1,4 +1,4 @@
-"""Logs of a run: a CSV file to plot from, and TensorBoard events."""
+"""Logs of a run: CSV files to plot from, and TensorBoard events where TensorBoard is installed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ from confitune.files import write_whole
 
 _EPOCH_COLUMNS = ("task", "task_name", "stage", "epoch", "loss", "accuracy", "lr", "seconds", "images")
 _ACCURACY_COLUMNS = ("after_task", "task", "task_name", "accuracy")
+
+
+def run_logs(folder: Path) -> list[Listener]:
+    """CSV files, and TensorBoard events where it is installed (`pip install 'confitune[tensorboard]'`)."""
+    logs: list[Listener] = [CsvLog(folder)]
+    if find_spec("tensorboard") is not None:
+        logs.append(TensorBoardLog(folder))
+    return logs
 
 
 class CsvLog(Listener):

@@ -21,6 +21,7 @@ from confitune.nn import ContinualNet, Head, NoBatchNormError, XconvNorms, model
 from confitune.nn.geometry import Means
 
 NETWORK = "resnet18"
+CLASSES = 10  # of a task, for the size of its head
 MOST = 12  # networks in a table; each is converted for it
 
 
@@ -55,28 +56,30 @@ def paper_search(method: str) -> Searched | None:
 def method_row(name: str, made: dict[tuple[str, ...], ContinualNet]) -> list[str]:
     """What one method does and takes, also a composed one such as 'ewc+confit' or 'mas-cpr'.
 
-    Storage is measured without memory: the network is made on the meta device, and the method attached to it.
-
-    Args:
-        made: networks of other methods by the kinds of their parts: making them is what takes time.
+    Networks are made on the meta device, and kept in `made` by the kinds of their parts: that is what takes time.
     """
     method = create_method(name)
     parts = tuple(part.kind for part in method.parts())
     net = made[parts] = made.get(parts) or method.network(without_memory(NETWORK))
     storage = measure_storage(method, net)
     kinds = [kind for kind in METHODS.values() if kind in method_classes(name)] or method_classes(name)
-    does, references = "; ".join(kind.summary for kind in kinds), [kind.reference for kind in kinds if kind.reference]
+    does = "; ".join(kind.summary for kind in kinds)
+    references = "; ".join(kind.reference for kind in kinds if kind.reference)
     shares = "convolutions" if net.numbers_per_task else "the backbone"
     if not any("weights" in stage.trains for task in (0, 1) for stage in method.stages(10, task)):
         shares += ", frozen"
     return [
         name,
-        "\n".join([does, *filter(None, ["; ".join(references)])]),
+        f"{does}\n{references}" if references else does,
         "nothing" if method.separate else shares,
-        f"{storage.per_task:,}",
+        f"{storage.per_task + _head_numbers(net):,}",
         f"{storage.once:,}",
         "; ".join(kind.cost for kind in kinds),
     ]
+
+
+def _head_numbers(net: ContinualNet) -> int:
+    return CLASSES * (net.head.features + 1)
 
 
 def methods_table(*names: str) -> Table:
@@ -85,14 +88,16 @@ def methods_table(*names: str) -> Table:
     return terminal_table(
         ["method", "what it does", "tasks share", "a task", "once", "in addition"],
         [method_row(name, made) for name in names or METHODS],
-        caption=f"a task, once: numbers kept, {NETWORK}, without heads. in addition: what runs besides plain "
-        "fine-tuning. Methods can be combined by '+', e.g. ewc+confit. More of one: confitune methods NAME",
+        caption=f"a task, once: numbers kept with {NETWORK}; a task has {CLASSES} classes, and its head is included. "
+        "in addition: what runs besides plain fine-tuning. Methods can be combined by '+', e.g. ewc+confit. More of "
+        "one: confitune methods NAME",
     )
 
 
 def method_page(name: str) -> Group:
     """All of one method: what it takes, its options, and how it is called."""
-    options, run = method_options(name), f"confitune run --method {name}"
+    options = method_options(name)
+    run = f"confitune run --method {name}"
     page: list[Table | Text] = [methods_table(name)]
     if options:
         run += f" --set {options[0].name}={value_text(options[0].default)}"
@@ -141,7 +146,7 @@ def model_row(name: str) -> list[str]:
         for means in sorted(get_args(Means)):
             norms = XconvNorms(means)
             net = ContinualNet(without_memory(name), [norms, Head()])
-            numbers.append(net.numbers_per_task)
+            numbers.append(net.numbers_per_task + _head_numbers(net))
         parameters = sum(p.numel() for p in net.backbone.parameters())
         counts = (len(norms.pairs) + len(norms.fallbacks), len(norms.pairs), *numbers)
         return [name, f"{parameters / 1e6:.1f}M", *(f"{count:,}" for count in counts)]
@@ -153,6 +158,6 @@ def model_row(name: str) -> list[str]:
 
 def models_table(names: Iterable[str]) -> Table:
     """Networks as rows."""
-    caption = "phase, window: numbers a task with these input means, without its head"
+    caption = f"phase, window: numbers a task with these input means, its head of {CLASSES} classes included"
     head = ["model", "weights", "BNs", "recovered", *sorted(get_args(Means))]
     return terminal_table(head, [model_row(name) for name in names], caption=caption)

@@ -3,71 +3,17 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
-from confitune.engine import RunResult, summary_of
 from confitune.errors import ConfituneError
-from confitune.experiments import finished_runs
 from confitune.experiments.paper import reproduce as session_module
 from confitune.experiments.paper import tables
-from confitune.experiments.paper.numbers import reported
-from confitune.experiments.paper.outcome import Claim, Outcome, cells_of, verdict
-from confitune.experiments.paper.plan import TABLE1, Part, Scope, read_scope
+from confitune.experiments.paper.outcome import Outcome
+from confitune.experiments.paper.plan import Part, Scope, read_scope
 from confitune.experiments.paper.reproduce import WHATS, parts_of, reproduce
-from confitune.experiments.runs.identity import filled
-
-ELEVEN = {
-    *("finetune", "ewc", "si", "rwalk", "mas", "mas-cpr", "mas-afec", "confit", "ccll", "linear-probe", "single-task"),
-}
-
-
-@pytest.mark.parametrize(
-    ("measured", "paper", "interval", "said"),
-    [
-        (86.9, 86.99, 0.25, "inside"),
-        (87.24, 86.99, 0.25, "inside"),
-        (87.25, 86.99, 0.25, "higher"),
-        (86.73, 86.99, 0.25, "lower"),
-        (64.5, 64.13, None, "inside"),  # a single run of the paper's: half a point
-        (64.7, 64.13, None, "higher"),
-        (50.0, None, None, "not reported"),
-    ],
-)
-def test_the_verdict_is_where_the_mean_lies(measured, paper, interval, said):
-    assert verdict(measured, paper, interval) == said
-
-
-def result(method, seed, matrix, as_learned=None, **config):
-    """Of two tasks; `matrix` is what task 1 was when learned and at the end, and task 2 at the end."""
-    (learned, end), last = matrix
-    rows = [[learned, end], [None, last]]
-    summary = summary_of(np.array(rows, dtype=float))
-    return RunResult.model_construct(method=method, seed=seed, **summary, as_learned=as_learned, config=config)
-
-
-def test_cells_stand_beside_the_papers():
-    confit = [result("confit", 0, ((84.0, 82.0), 90.0)), result("confit", 1, ((87.0, 86.0), 90.0))]
-    acc, fgt = cells_of("flowers102", "confit", confit, reported("table1")["confit"]["flowers102"])
-    (joint,) = cells_of("flowers102", "joint", [result("joint", 0, ((None, 88.0), 92.0))], {})
-    assert (acc.method, acc.metric, acc.measured, acc.seeds, acc.paper, acc.paper_interval) == (
-        *("confit", "ACC", 87.0, 2, 86.99, 0.25),
-    )
-    assert acc.interval is None  # Student's t of two values would be 12.7
-    assert (fgt.metric, fgt.measured, fgt.paper) == ("FGT", 1.5, 1.79)
-    assert (joint.method, joint.metric, joint.interval, joint.verdict) == ("joint", "ACC", None, "not reported")
-    lines = Outcome(what="x", title="X", cells=[acc, joint]).markdown().splitlines()
-    assert lines[4] == "| flowers102 | confit | ACC | 87.00 | 2 | 86.99 ± 0.25 | +0.01 | inside | - |"
-    assert lines[5] == "| flowers102 | joint | ACC | 90.00 | 1 | - | - | not reported | - |"
-
-
-def test_a_task_just_learned_is_measured_as_the_published_code_does_with_ours_beside_it():
-    runs = [result("confit", 0, ((84.0, 82.0), 90.0), as_learned=[85.0, 88.0])]
-    acc, fgt = cells_of("flowers102", "confit", runs, reported("table1")["confit"]["flowers102"])
-    assert (acc.measured, acc.recovered) == (85.0, 86.0)  # 82 and 88, 82 and 90
-    assert (fgt.measured, fgt.recovered) == (3.0, 2.0)
-    assert fgt.row()[3:] == ["3.00", "1", "1.79 ± 0.49", "+1.21", "higher", "2.00"]
+from confitune.experiments.runs.identity import filled, finished_runs
+from found import of_two_tasks
 
 
 def written(write, scope, runs):
@@ -79,9 +25,9 @@ def written(write, scope, runs):
 
 def test_runs_that_did_not_test_tasks_as_learned_are_named(tmp_path):
     runs = {
-        "finetune": [result("finetune", 0, ((84.0, 70.0), 80.0), means=None)],
-        "confit": [result("confit", 0, ((84.0, 82.0), 90.0), means="phase")],
-        "finetune-xconv": [result("finetune-xconv", 0, ((84.0, 80.0), 90.0), [84.0, 90.0], means="phase")],
+        "finetune": [of_two_tasks("finetune", 0, ((84.0, 70.0), 80.0), means=None)],
+        "confit": [of_two_tasks("confit", 0, ((84.0, 82.0), 90.0), means="phase")],
+        "finetune-xconv": [of_two_tasks("finetune-xconv", 0, ((84.0, 80.0), 90.0), [84.0, 90.0], means="phase")],
     }
     boxes, older = written(tables.table2, Scope(tmp_path, ("cub200",), given={"pipeline": "clean"}), runs).notes
     assert boxes.startswith("cub200: measured with the clean pipeline, whole images and not their bounding boxes")
@@ -92,7 +38,7 @@ def test_runs_that_did_not_test_tasks_as_learned_are_named(tmp_path):
 
 def test_the_order_of_methods_is_compared_and_not_claimed(tmp_path):
     def claims(**acc):
-        runs = {m.replace("_", "-"): [result(m, 0, ((a, a), a), means=None)] for m, a in acc.items()}
+        runs = {m.replace("_", "-"): [of_two_tasks(m, 0, ((a, a), a), means=None)] for m, a in acc.items()}
         order, _ = written(tables.table1, Scope(tmp_path), runs).claims
         return order.text, order.measured, order.holds
 
@@ -101,26 +47,6 @@ def test_the_order_of_methods_is_compared_and_not_claimed(tmp_path):
     turned = "the other way round: finetune above ewc, mas above confit"
     assert claims(finetune=71.0, ewc=70.0, mas=92.0, confit=90.0) == (text, turned, False)
     assert claims(finetune=71.0) == (text, "-", None)
-
-
-def test_claims_are_told_apart():
-    claims = [Claim(text=t, measured="1", holds=h) for t, h in (("a", True), ("b", False), ("c", None))]
-    page = Outcome(what="x", title="X", claims=claims).markdown()
-    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")]
-    assert [row[2].strip() for row in rows] == ["verdict", "holds", "does not hold", "not measured"]
-
-
-def test_table1_has_the_papers_eleven_rows(tmp_path):
-    parts = parts_of("table1", Scope(tmp_path, ("flowers102", "cifar100")))
-    assert set(TABLE1) == ELEVEN
-    assert {(part.recipe.dataset, part.method) for part in parts} == {
-        (d, m) for d in ("flowers102", "cifar100") for m in ELEVEN
-    }
-    for part in parts:
-        recipe = part.recipe
-        assert (recipe.model, recipe.means, recipe.statistics) == ("resnet18.tv_in1k", "phase", "running")
-        assert recipe.pipeline == "published"
-        assert recipe.seeds == (1 if part.method == "ccll" else 5)
 
 
 def test_experiments_share_runs(tmp_path):
@@ -198,28 +124,6 @@ def test_storage_stands_beside_what_the_paper_says_of_a_task(tmp_path):
     assert (tmp_path / "storage-flowers102.png").exists()
 
 
-def test_a_file_names_what_to_do_and_options_win(tmp_path):
-    path = tmp_path / "some.yaml"
-    path.write_text("what: [table1, curves]\ndatasets: [cifar100, flowers102]\nseeds: 3\nmodel: resnet34\n")
-    scope, whats = read_scope([str(path), "theory"], tmp_path, datasets=["photos,digits"], changes=["lr=0.3"])
-    assert whats == ["table1", "curves", "theory"]
-    assert (scope.datasets, scope.methods) == (("photos", "digits"), None)
-    assert scope.given == {"seeds": 3, "model": "resnet34", "lr": 0.3}
-
-
-def test_a_file_can_train_some_rows_otherwise(tmp_path):
-    path = tmp_path / "some.yaml"
-    rows = "rows: {mas-afec: {validation: 0.1, options: {mas: {strength: 60}, afec: {form: alternating}}}}"
-    path.write_text(f"what: table1\nmethods: [mas, mas-afec]\n{rows}\n")
-    scope, _ = read_scope([str(path)], tmp_path)
-    mas, afec = parts_of("table1", scope)
-    assert (mas.recipe.validation, afec.recipe.validation) == (0.0, 0.1)
-    assert mas.recipe.method("mas").options.strength == 30
-    with_mas, with_afec = afec.recipe.method("mas-afec").hooks
-    assert (with_mas.options.strength, with_mas.options.mode) == (60, "train")
-    assert (with_afec.options.strength, with_afec.options.form, with_afec.options.mode) == (10, "alternating", "train")
-
-
 def test_every_recipe_of_an_experiment_is_sound(tmp_path):
     named = set()
     for path in sorted((Path(__file__).parents[3] / "src/confitune/recipes").glob("*.yaml")):
@@ -234,7 +138,9 @@ def test_every_recipe_of_an_experiment_is_sound(tmp_path):
 
 def test_one_run_of_each_method_does_not_judge_the_paper(tmp_path, monkeypatch):
     """Whatever it measured: with several seeds the same numbers are judged."""
-    runs = {m: result(m, 0, ((a, a), a), means=None) for m, a in (("finetune", 90.0), ("confit", 80.0), ("mas", 85.0))}
+    runs = {
+        m: of_two_tasks(m, 0, ((a, a), a), means=None) for m, a in (("finetune", 90.0), ("confit", 80.0), ("mas", 85.0))
+    }
     monkeypatch.setattr(session_module, "_run_missing", lambda parts, scope: [])
     monkeypatch.setattr(Part, "found", lambda part, results: Part(part.recipe, [runs[part.method]]))
     verdicts = {}
@@ -291,22 +197,6 @@ def test_results_of_another_configuration_are_not_taken(tiny):
     assert reproduce(["table1"], few)[0].cells == first.cells != second.cells
 
 
-def test_runs_are_found_whatever_device_did_them(tmp_path):
-    recipe = Scope(tmp_path, ("digits",), given={"seeds": 2}).recipe("digits", "confit")
-    configs = [recipe.identity("confit", seed, "abc") for seed in (0, 1)]
-    one = result("confit", 0, ((84.0, 82.0), 90.0))
-    runs = [one.model_copy(update={"config": {**config, "precision": "bf16"}}) for config in configs]
-    assert Part(recipe).found(runs).results == runs
-    assert Part(recipe.model_copy(update={"precision": "fp32"})).found(runs).results == []
-    assert Part(Scope(tmp_path, given={"seeds": 2, "lr": 0.3}).recipe("digits", "confit")).found(runs).results == []
-
-
-def test_quick_fills_in_only_what_is_not_asked_for(tmp_path):
-    scope = Scope(tmp_path, ("digits",), quick=True, given={"tasks": 4, "seeds": 3})
-    recipe = scope.recipe("digits", "confit", epochs=50)
-    assert (recipe.seeds, recipe.tasks, recipe.epochs) == (3, 4, 5)
-
-
 def test_what_cannot_be_trained_is_noted_and_the_rest_is_made(tiny):
     scope = Scope(tiny.out, tiny.datasets, ("finetune", "confit"), quick=True, given={**tiny.given, "lr": 1e20})
     (outcome,) = reproduce(["table2"], scope)
@@ -314,54 +204,3 @@ def test_what_cannot_be_trained_is_noted_and_the_rest_is_made(tiny):
     assert len(outcome.notes) == 3  # with the one on single runs
     assert outcome.notes[1].startswith("digits, finetune: the loss of task 'task1' became")
     assert "Note: digits, confit" in (scope.out / "table2.md").read_text()
-
-
-def test_a_page_shows_everything():
-    outcome = Outcome(
-        what="x",
-        title="X",
-        cells=cells_of("d", "m", [result("m", 0, ((84.0, 82.0), 90.0))], {}),
-        claims=[Claim(text="c", measured="2", holds=True)],
-        tables={"T": "| a |"},
-        pictures=["p.png"],
-        notes=["n"],
-    )
-    page = outcome.markdown()
-    texts = ("# X", "| d | m |", "## T\n\n| a |", "![X](p.png)", "| c | 2 | holds |", "Note: n")
-    places = [page.index(text) for text in texts]
-    assert places == sorted(places)
-
-
-def test_reported_numbers_are_complete():
-    table = reported("table1")
-    assert set(table) == ELEVEN
-    assert all(set(row) == {"cifar100", "cub200", "caltech101", "flowers102"} for row in table.values())
-    assert table["confit"]["caltech101"] == {"acc": 88.73, "acc_interval": 0.34, "fgt": 0.67, "fgt_interval": 0.27}
-    assert reported("table2")["hierarchical"]["flowers102"] == {"acc": 83.39, "acc_interval": 0.43}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("what: 5", "what must be names, with commas or as a list: got 5"),
-        ("what: [table1, 5]", "what must be names"),
-        ("what: table1\ndatasets: {a: b}", "datasets must be names"),
-        ("what: table1\nmethods: 3", "methods must be names"),
-        ("what: table1\nrows: {ewc: 3}", "rows must be recipe values by method"),
-        ("what: table1\nrows: {ewc: {lrr: 3}}", "no option 'lrr'"),
-        (
-            "what: table1\ndatasets: digits\npipeline: publisht",
-            "pipeline='publisht': Input should be 'clean' or 'published'",
-        ),
-        ("what: table1\ndatasets: digits\nseeds: 0", "seeds=0"),
-    ],
-)
-def test_a_file_that_asks_for_what_there_is_not(tmp_path, text, message):
-    (tmp_path / "mine.yaml").write_text(text)
-
-    def asked():
-        scope, whats = read_scope([str(tmp_path / "mine.yaml")], tmp_path)
-        return [parts_of(what, scope) for what in whats]
-
-    with pytest.raises(ConfituneError, match=message):
-        asked()

@@ -10,6 +10,7 @@ from scipy import stats
 
 from confitune.experiments.reporting import figures as plots
 from confitune.experiments.reporting.figures import save_figure
+from confitune.methods import METHODS
 
 NAN = np.nan
 
@@ -101,11 +102,19 @@ def test_written_pictures_are_png_files_of_the_stated_size(tmp_path, tasks, meth
     assert os.listdir(tmp_path) == ["overview.png"]
 
 
-@pytest.mark.parametrize("others", [["finetune"], ["finetune", "ewc"], ["a", "b", "c", "d", "e", "f", "g", "h"]])
-def test_confit_has_one_colour_in_all_pictures(others):
-    looks = plots.looks([*others, "confit"])
-    assert looks["confit"] == plots.looks(["confit"])["confit"] == {"linestyle": "-", "color": "#0072B2"}
-    assert len({tuple(look.values()) for look in looks.values()}) == len(others) + 1
+@pytest.mark.parametrize("method", [*METHODS, "mas-cpr", "mas-afec"])
+def test_a_method_has_one_look_in_all_pictures(method):
+    alone = plots.looks([method])[method]
+    for others in (["finetune"], ["lwf", "ewc"], [*METHODS], ["confit (a.b=1)", *"abcdefg"]):
+        looks = plots.looks([*others, method])
+        assert looks[method] == alone
+        assert len({tuple(look.values()) for look in looks.values()}) == len({*others, method})
+
+
+def test_the_methods_compared_most_often_have_whole_lines():
+    looks = plots.looks(["confit", "finetune", "best"])
+    assert [look["linestyle"] for look in looks.values()] == ["-"] * 3
+    assert looks["confit"]["color"] == "#0072B2"
 
 
 def test_the_same_data_gives_the_same_bytes_and_replaces_what_was_there(tmp_path):

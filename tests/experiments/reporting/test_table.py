@@ -11,45 +11,15 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from confitune.cli import app
-from confitune.engine import RunResult, add_result
-from confitune.engine.result import summary_of
 from confitune.errors import ConfituneError
-from confitune.experiments import compare, draw_overview, summary_table, write_pages
-from confitune.experiments.reporting.table import rows_of, sections_of
+from confitune.experiments.reporting.report import draw_overview, write_pages
+from confitune.experiments.reporting.table import compare, rows_of, sections_of, summary_table
+from found import made_up, saved
 
 NAN = math.nan
 
 
-def result(method="confit", seed=0, matrix=((90.0, 80.0), (NAN, 95.0)), dataset="digits", **config):
-    matrix = np.array(matrix)
-    images = {"classes": ["cat", "dog"], "train_images": 7, "test_images": 2}
-    tasks = [{"name": f"t{i}", **images, "norm_numbers": 1000 + i, "head_numbers": 34} for i in range(len(matrix))]
-    return RunResult(
-        dataset=dataset,
-        method=method,
-        seed=seed,
-        **summary_of(matrix),
-        tasks=tasks,
-        config={"model": "test_byobnet", "dataset": dataset, "method": method, "seed": seed, **config},
-        versions={"torch": "2"},
-        device="cpu",
-        weights="start.pth",
-        weights_sha256="abc",
-        final_sha256="def",
-        seconds=10.0 + seed,
-        images_per_second=100.0,
-        command="confitune run",
-    )
-
-
-def saved(out, *results):
-    out.mkdir(parents=True, exist_ok=True)
-    for r in results:
-        add_result(out / "runs.jsonl", r)
-    return out
-
-
-SEEDS = [result(seed=seed, matrix=((90.0 + seed, 80.0 - 2 * seed), (NAN, 95.0 - seed**2))) for seed in range(4)]
+SEEDS = [made_up(seed=seed, matrix=((90.0 + seed, 80.0 - 2 * seed), (NAN, 95.0 - seed**2))) for seed in range(4)]
 
 
 def rows_in(page):
@@ -59,13 +29,13 @@ def rows_in(page):
 
 
 def test_the_page_has_students_intervals_best_first(tmp_path):
-    better = result("task-bn", matrix=((90.0, 90.0), (NAN, 99.0)))
-    saved(tmp_path, *SEEDS, better, result("joint", 0, ((NAN, 100.0), (NAN, 100.0))))
+    better = made_up("task-bn", matrix=((90.0, 90.0), (NAN, 99.0)))
+    saved(tmp_path, *SEEDS, better, made_up("joint", 0, ((NAN, 100.0), (NAN, 100.0))))
     write_pages(tmp_path)
     page = (tmp_path / "table.md").read_text()
     assert page.startswith("**digits**, test_byobnet, 2 tasks, window means, running statistics, 4 seeds, on cpu\n")
     joint, task_bn, confit = rows_in(page)
-    assert joint == ["joint", "100.0", "-", "-", "1,035"]
+    assert joint == ["joint", "100.0", "-", "-", "1,034"]
     assert task_bn == ["task-bn", "94.5", "0.0", "94.5", "1,035"]
     expected = []
     for metric in ("acc", "fgt", "learning_acc"):
@@ -76,7 +46,7 @@ def test_the_page_has_students_intervals_best_first(tmp_path):
 
 
 def test_of_one_or_two_seeds_the_runs_are_shown(tmp_path):
-    saved(tmp_path, result(), *(result("ewc", seed, ((90.0, 80.0 + seed), (NAN, 90.0))) for seed in range(2)))
+    saved(tmp_path, made_up(), *(made_up("ewc", seed, ((90.0, 80.0 + seed), (NAN, 90.0))) for seed in range(2)))
     write_pages(tmp_path)
     page = (tmp_path / "table.md").read_text()
     assert rows_in(page) == [
@@ -87,12 +57,12 @@ def test_of_one_or_two_seeds_the_runs_are_shown(tmp_path):
 
 
 def test_the_readme_says_how_the_runs_were_made_and_leaves_others_alone(tmp_path):
-    saved(tmp_path, *SEEDS, result("finetune"))
+    saved(tmp_path, *SEEDS, made_up("finetune"))
     (tmp_path / "overview-digits.png").touch()
     write_pages(tmp_path)
     page = (tmp_path / "README.md").read_text()
     assert "5 runs on digits: finetune, confit." in page
-    assert "```sh\nconfitune run\n```" in page  # each command once
+    assert "```sh\nconfitune run --seeds 3\n```" in page  # each command once
     assert "![overview-digits](overview-digits.png)" in page
     write_pages(tmp_path)
     assert (tmp_path / "README.md").read_text() == page
@@ -102,18 +72,18 @@ def test_the_readme_says_how_the_runs_were_made_and_leaves_others_alone(tmp_path
 
 
 def test_rows_are_settings_with_their_seeds_in_order(tmp_path):
-    results = [*(result("confit", seed) for seed in (10, 2, 0)), result("finetune"), result(dataset="photos")]
+    results = [*(made_up("confit", seed) for seed in (10, 2, 0)), made_up("finetune"), made_up(dataset="photos")]
     found = [(row.method, row.runs[0].dataset, [run.seed for run in row.runs]) for row in rows_of(results)]
     assert found == [("confit", "digits", [0, 2, 10]), ("finetune", "digits", [0]), ("confit", "photos", [0])]
 
 
 def test_a_section_for_each_way_to_run_a_method_and_a_row_for_each_of_its_options():
     ewc = [
-        result("ewc", options={"ewc": {"strength": strength}}, means=None, statistics=None) for strength in (1.0, 9.0)
+        made_up("ewc", options={"ewc": {"strength": strength}}, means=None, statistics=None) for strength in (1.0, 9.0)
     ]
-    finetune = result("finetune", means=None, statistics=None, lr=0.7)  # on its own: nothing to tell apart
-    held_out = result("ewc", held_out=0.1, options={"ewc": {"strength": 9.0}}, means=None, statistics=None)
-    results = [finetune, result(), result(means="phase"), result(precision="bf16"), *ewc, held_out]
+    finetune = made_up("finetune", means=None, statistics=None, lr=0.7)  # on its own: nothing to tell apart
+    held_out = made_up("ewc", held_out=0.1, options={"ewc": {"strength": 9.0}}, means=None, statistics=None)
+    results = [finetune, made_up(), made_up(means="phase"), made_up(precision="bf16"), *ewc, held_out]
     told = [(section.about, section.names) for section in sections_of(results)]
     assert told == [
         (
@@ -130,7 +100,7 @@ def test_a_section_for_each_way_to_run_a_method_and_a_row_for_each_of_its_option
 
 
 def test_other_weights_are_another_section():
-    first, second = sections_of([result(), result().model_copy(update={"weights_sha256": "xyz"})])
+    first, second = sections_of([made_up(), made_up().model_copy(update={"weights_sha256": "xyz"})])
     assert "weights abc" in first.about
     assert "weights xyz" in second.about
 
@@ -152,24 +122,24 @@ def row_of(text, method):
 
 
 def test_the_table_shows_mean_and_interval():
-    text = printed(summary_table([*SEEDS, result("joint", 0, ((NAN, 80.0), (NAN, 90.0)))]))
+    text = printed(summary_table([*SEEDS, made_up("joint", 0, ((NAN, 80.0), (NAN, 90.0)))]))
     acc = [r.acc for r in SEEDS]
     half = stats.t.ppf(0.975, 3) * stats.sem(acc)
     row = row_of(text, "confit")
     assert row[1] == f"{np.mean(acc):.1f} ± {half:.1f}"
     assert row[4:] == ["1,035", "12"]  # numbers a task; mean of 10 to 13 seconds, 11.5
-    assert row_of(text, "joint") == ["joint", "85.0", "-", "-", "1,035", "10"]
+    assert row_of(text, "joint") == ["joint", "85.0", "-", "-", "1,034", "10"]
     assert "digits: test_byobnet, 2 tasks, window means, running statistics, 4 seeds, on cpu" in " ".join(text.split())
 
 
 def test_one_seed_is_shown_without_an_interval():
-    row = row_of(printed(summary_table([result()])), "confit")
+    row = row_of(printed(summary_table([made_up()])), "confit")
     assert row == ["confit", "87.5", "10.0", "92.5", "1,035", "10"]
 
 
 def test_the_best_method_stands_out():
-    better = result("finetune", matrix=((90.0, 90.0), (NAN, 95.0)))
-    table = summary_table([result("confit"), better])
+    better = made_up("finetune", matrix=((90.0, 90.0), (NAN, 95.0)))
+    table = summary_table([made_up("confit"), better])
     assert [row.style for row in table.rows] == ["bold", ""]
     assert row_of(printed(table), "finetune")[1] == "92.5"
     assert printed(table).index("finetune") < printed(table).index("confit")
@@ -177,14 +147,15 @@ def test_the_best_method_stands_out():
 
 def test_a_path_with_brackets_is_shown_as_it_is():
     assert "folder:/data/[cats]/x: test_byobnet, 2 tasks" in printed(
-        summary_table([result(dataset="folder:/data/[cats]/x")])
+        summary_table([made_up(dataset="folder:/data/[cats]/x")])
     )
-    assert "│ [x].py:Mine " in printed(summary_table([result("/data/cats/[x].py:Mine")]))
+    assert "│ [x].py:Mine " in printed(summary_table([made_up("/data/cats/[x].py:Mine")]))
 
 
 def test_a_picture_is_drawn(tmp_path):
-    joint = result("joint", 0, ((NAN, 80.0), (NAN, 90.0)))
-    path = draw_overview(tmp_path, [*SEEDS, result("finetune"), joint])
+    joint = made_up("joint", 0, ((NAN, 80.0), (NAN, 90.0)))
+    saved(tmp_path, *SEEDS, made_up("finetune"), joint)
+    path = draw_overview(tmp_path, SEEDS[0])
     assert path == tmp_path / "overview-digits.png"
     with Image.open(path) as picture:
         assert picture.format == "PNG"
@@ -192,7 +163,7 @@ def test_a_picture_is_drawn(tmp_path):
         assert len(picture.convert("RGB").getcolors(10**6)) > 20
 
 
-def test_pictures_have_methods_in_the_order_given(tmp_path, monkeypatch):
+def test_a_picture_shows_all_methods_of_the_table_that_a_run_stands_in(tmp_path, monkeypatch):
     shown = {}
 
     def overview(data, title):
@@ -201,16 +172,18 @@ def test_pictures_have_methods_in_the_order_given(tmp_path, monkeypatch):
 
     monkeypatch.setattr("confitune.experiments.reporting.report.overview_figure", overview)
     monkeypatch.setattr("confitune.experiments.reporting.report.save_figure", lambda figure, path: None)
-    draw_overview(tmp_path, [result("task-bn"), *SEEDS])
+    saved(tmp_path / "all", made_up("task-bn"), *SEEDS, made_up(lr=0.7), made_up(dataset="photos"))
+    draw_overview(tmp_path / "all", SEEDS[1])
     assert (shown["methods"], shown["title"]) == (["task-bn", "confit"], "digits, test_byobnet")
     np.testing.assert_array_equal(shown["last"], np.stack([r.matrix for r in SEEDS]))
     own = ("/home/me/one.py:Mine", "ewc+../one.py:Mine", "/a/two.py:Mine", "/b/two.py:Mine")
-    draw_overview(tmp_path, [*map(result, own)])
+    draw_overview(saved(tmp_path / "own", *map(made_up, own)), made_up(own[0]))
     assert shown["methods"] == ["one.py:Mine", "ewc+one.py:Mine", "/a/two.py:Mine", "/b/two.py:Mine"]
 
 
 def test_joint_alone_gives_no_picture(tmp_path):
-    assert draw_overview(tmp_path, [result("joint", 0, ((NAN, 80.0), (NAN, 90.0)))]) is None
+    joint = made_up("joint", 0, ((NAN, 80.0), (NAN, 90.0)))
+    assert draw_overview(saved(tmp_path, joint), joint) is None
 
 
 # ---- settings side by side ------------------------------------------------------------------------------------------
@@ -226,34 +199,43 @@ def runs(tmp_path):
             config = {"lr": lr, **(none if method == "finetune" else {})}
             if lr == 0.03:
                 config["options"] = {"cpr": {"beta": 1 / 3}}
-            saved(tmp_path / f"{method}-{lr}", result(method, seed, ((acc, acc), (NAN, acc)), **config))
+            saved(tmp_path / f"{method}-{lr}", made_up(method, seed, ((acc, acc), (NAN, acc)), **config))
     return tmp_path
 
 
 def test_seeds_are_one_row_and_only_what_differs_is_shown(runs):
     (comparison,) = compare([runs])
     head, rows = comparison.table()
-    usual = ["ACC ↑", "FGT ↓", "when learned", "numbers a task", "seeds"]
-    assert head == ["method", "lr", "cpr.beta", *usual]
-    assert [row[:4] for row in rows] == [
-        ["confit", "0.03", "0.333333", "94.0, 95.0"],
-        ["confit", "0.01", "", "90.0, 91.0"],
-        ["finetune", "0.01", "", "80.0, 82.0"],
+    assert head == ["method", "settings", "ACC ↑", "FGT ↓", "numbers a task", "seeds"]
+    assert [row[:3] for row in rows] == [
+        ["confit", "lr=0.03, cpr.beta=0.333333", "94.0, 95.0"],
+        ["confit", "lr=0.01", "90.0, 91.0"],
+        ["finetune", "lr=0.01", "80.0, 82.0"],
     ]
     assert [row[-1] for row in rows] == ["2"] * 3
-    page = comparison.markdown()
-    assert page.startswith("**digits**, test_byobnet, 2 tasks, on cpu\n\n| method | lr |")
+    about = "test_byobnet, 2 tasks, window means, running statistics, 2 seeds, on cpu"
+    assert comparison.markdown().startswith(f"**digits**, {about}\n\n| method | settings |")
 
 
-def test_what_a_method_is_always_run_with_stands_in_the_last_column(runs):
-    saved(runs, result("best", optimizer="adamw", warmup=0.1), result("ewc", options={"ewc": {"strength": 7.0}}))
+def test_what_a_method_is_always_run_with_is_noted_below(runs):
+    saved(runs, made_up("best", optimizer="adamw", warmup=0.1), made_up("ewc", options={"ewc": {"strength": 7.0}}))
     (comparison,) = compare([runs])
-    head, rows = comparison.table()
-    assert (head[:3], head[-1]) == (["method", "lr", "cpr.beta"], "otherwise")
-    assert {row[0]: row[-1] for row in rows} == {
-        **dict.fromkeys(("confit", "finetune", "ewc"), ""),
-        "best": "optimizer=adamw, warmup=0.1",
-    }
+    assert comparison.note == "best: optimizer=adamw, warmup=0.1"
+    assert comparison.markdown().endswith("|\n\nbest: optimizer=adamw, warmup=0.1\n")
+    assert "best: optimizer=adamw, warmup=0.1" in printed(comparison.terminal())
+
+
+def test_networks_and_numbers_of_tasks_that_differ_are_all_named(tmp_path):
+    long = made_up("confit", 0, ((90.0, 90.0, 90.0), (NAN, 90.0, 90.0), (NAN, NAN, 90.0)), model="resnet18")
+    (comparison,) = compare([saved(tmp_path, made_up(), long)])
+    assert comparison.about.startswith("resnet18 and test_byobnet, 3 and 2 tasks, ")
+    assert [row[1] for row in comparison.table()[1]] == ["model=resnet18, tasks=3", "model=test_byobnet, tasks=2"]
+
+
+def test_what_was_tested_on_other_images_is_not_in_one_table(tmp_path):
+    first, second = compare([saved(tmp_path, made_up(), made_up(held_out=0.1))])
+    assert "tested on 10% of the training images" in second.about
+    assert "tested" not in first.about
 
 
 def test_a_result_is_counted_once(runs):
@@ -273,7 +255,10 @@ def test_the_command_prints_and_writes(runs, tmp_path):
 
 
 def test_in_a_terminal_it_is_a_table(runs, monkeypatch):
-    console = Console(force_terminal=True, width=120, file=io.StringIO(), color_system=None)
+    saved(runs, made_up("best", optimizer="adamw", warmup=0.1, label_smoothing=0.1, lr_schedule="cosine"))
+    console = Console(force_terminal=True, width=80, file=io.StringIO(), color_system=None)
     monkeypatch.setattr("confitune.cli.training.Console", lambda: console)
     assert CliRunner().invoke(app, ["compare", str(runs)]).exit_code == 0
-    assert row_of(console.file.getvalue(), "finetune")[:4] == ["finetune", "0.01", "", "80.0, 82.0"]
+    text = console.file.getvalue()
+    assert row_of(text, "finetune") == ["finetune", "lr=0.01", "80.0, 82.0", "0.0, 0.0", "1,035", "2"]
+    assert sum(line.startswith("│") for line in text.splitlines()) <= 5  # no cell is squeezed into many lines

@@ -17,22 +17,15 @@ from rich.console import Console
 
 from confitune.engine import add_result
 from confitune.errors import ConfituneError
-from confitune.experiments import (
-    Place,
-    Scope,
-    finished_runs,
-    make_recipe,
-    open_place,
-    plan_search,
-    reproduce,
-    run_recipe,
-    run_search,
-)
+from confitune.experiments.paper.plan import Scope
+from confitune.experiments.paper.reproduce import reproduce
 from confitune.experiments.runs import cluster as ray_cluster
 from confitune.experiments.runs.cluster import Errand, share_of, work
-from confitune.experiments.runs.identity import RUNS
+from confitune.experiments.runs.identity import RUNS, finished_runs
 from confitune.experiments.runs.job import LOCK, TrainingError
-from confitune.experiments.runs.runner import plan_recipe
+from confitune.experiments.runs.recipe import make_recipe
+from confitune.experiments.runs.runner import Place, open_place, plan_recipe, run_recipe
+from confitune.experiments.runs.tune import plan_search, run_search
 from confitune.files import exclusive
 from found import folder_of, run_of
 
@@ -202,7 +195,9 @@ def test_a_search_runs_all_its_values_at_once(on_cluster, values, tmp_path):
     assert list(points) == list(here) == [1.0, 100.0]
     for value, runs in points.items():
         assert [r.final_sha256 for r in runs] == [r.final_sha256 for r in here[value]]
-    assert lines(console)[0] == "grid point 1 of 2: ewc.strength=1"
+    assert all(
+        re.match(r"digits ewc seed [01] \(ewc.strength=(1|100), [12] of 2\): acc", line) for line in lines(console)
+    )
 
 
 def test_what_is_measured_on_the_way_is_measured_on_workers(on_cluster, values, tmp_path):

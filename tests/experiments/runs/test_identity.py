@@ -8,9 +8,10 @@ import pytest
 
 from confitune.engine import differences, read_results
 from confitune.errors import ConfituneError
-from confitune.experiments import make_recipe, run_recipe
 from confitune.experiments.paper.numbers import chosen_options
 from confitune.experiments.runs.identity import DEFAULTS, filled, option_defaults, run_key, shortened
+from confitune.experiments.runs.recipe import make_recipe
+from confitune.experiments.runs.runner import run_recipe
 from confitune.methods import create_method
 from confitune.settings import TrainSettings
 from found import run_of

@@ -6,16 +6,13 @@ from PIL import Image
 
 from confitune.engine import SequenceRun
 from confitune.errors import ConfituneError
-from confitune.experiments import (
-    compare,
-    make_recipe,
-    plan_search,
-    run_recipe,
-    run_search,
-    write_report,
-)
 from confitune.experiments.paper.plan import Scope
+from confitune.experiments.reporting.report import write_report
+from confitune.experiments.reporting.table import compare
 from confitune.experiments.runs.identity import filled
+from confitune.experiments.runs.recipe import make_recipe
+from confitune.experiments.runs.runner import run_recipe
+from confitune.experiments.runs.tune import plan_search, run_search
 from found import run_of
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from confitune.errors import ConfituneError
-from confitune.experiments import Recipe, make_recipe, merge_settings, read_recipe
+from confitune.experiments.runs.recipe import Recipe, make_recipe, merge_settings, read_recipe
 from confitune.tasks import DATASETS
 
 RECIPES = sorted((Path(__file__).parents[3] / "src/confitune/recipes").glob("*.yaml"))

@@ -12,37 +12,13 @@ from rich.console import Console
 from confitune import metrics
 from confitune.engine import Checkpoint, RunResult, SequenceRun
 from confitune.errors import ConfituneError
-from confitune.experiments import Place, finished_runs, make_recipe, run_recipe
 from confitune.experiments.reporting.table import sections_of
-from confitune.experiments.runs.identity import file_name, filled
+from confitune.experiments.runs.identity import file_name, filled, finished_runs
 from confitune.experiments.runs.job import Job, TrainingError
-from confitune.experiments.runs.runner import plan_recipe
-from confitune.files import exclusive
+from confitune.experiments.runs.recipe import make_recipe
+from confitune.experiments.runs.runner import Place, run_recipe
 from confitune.nn import create_backbone, state_sha256
-from found import folder_of, forget, run_of
-
-
-def contents(folder):
-    """Bytes and time of every file below a folder."""
-    return {
-        path.relative_to(folder): (path.read_bytes(), path.stat().st_mtime_ns)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """(method, seed) of every run that is started."""
-    runs = []
-    run = SequenceRun.run
-
-    def spy(self):
-        runs.append((self.method.name, self.settings.seed))
-        return run(self)
-
-    monkeypatch.setattr(SequenceRun, "run", spy)
-    return runs
+from found import contents, folder_of, forget, run_of
 
 
 def test_each_run_has_a_line_and_a_folder_of_its_own(finished):
@@ -320,94 +296,3 @@ def test_tasks_and_classes_can_be_chosen(values, tmp_path):
     (result,) = run_recipe(make_recipe({**values, **options}), tmp_path)
     order = torch.randperm(10, generator=torch.Generator().manual_seed(1)).tolist()
     assert [task["classes"] for task in result.tasks] == [[str(c) for c in order[:3]], [str(c) for c in order[3:6]]]
-
-
-# ---- seeds side by side ----------------------------------------------------------------------------------------------
-
-
-def test_seeds_side_by_side_give_the_results_of_one_after_the_other(finished, values, tmp_path, started):
-    recipe = make_recipe({**values, "methods": ["confit"], "seeds": 3})
-    one_by_one = run_recipe(recipe, finished, resume=True)  # seeds 0 and 1 were run so before, seed 2 is now
-    assert started == [("confit", 2)]
-    started.clear()
-    together = run_recipe(recipe, tmp_path / "together", place=Place(parallel_seeds=2))
-    assert sorted(started) == [("confit", seed) for seed in range(3)]
-    for seed, (mine, other) in enumerate(zip(together, one_by_one, strict=True)):
-        saved = run_of(tmp_path / "together", "confit", seed)
-        assert saved == mine
-        assert saved.seed == other.seed == seed
-        assert saved.accuracy_matrix == other.accuracy_matrix
-        assert saved.final_sha256 == other.final_sha256
-        assert saved.config == other.config
-    assert len({result.final_sha256 for result in together}) == 3
-
-
-def test_so_many_seeds_are_side_by_side_and_methods_never(values, tmp_path, monkeypatch):
-    running, seen, run = set(), [], SequenceRun.run
-
-    def spy(self):
-        running.add((self.method.name, self.settings.seed))
-        try:
-            seen.append(sorted(running))
-            return run(self)
-        finally:
-            running.discard((self.method.name, self.settings.seed))
-
-    monkeypatch.setattr(SequenceRun, "run", spy)
-    recipe = make_recipe({**values, "methods": ["linear-probe", "bn-only"], "tasks": 1, "seeds": 3})
-    run_recipe(recipe, tmp_path, place=Place(parallel_seeds=2))
-    expected = []
-    for method in ("linear-probe", "bn-only"):
-        expected += [[(method, 0)], [(method, 0), (method, 1)], [(method, 2)]]
-    assert seen == expected
-
-
-def test_resume_runs_only_the_seeds_that_are_left(finished, values, started):
-    before = contents(folder_of(finished, "finetune", 0))
-    expected = run_of(finished, "finetune", 1)
-    forget(finished, "finetune", 1)
-    (folder_of(finished, "finetune", 1) / "checkpoint.pt").unlink()
-    recipe = make_recipe({**values, "methods": ["finetune"], "seeds": 3})
-    results = run_recipe(recipe, finished, resume=True, place=Place(parallel_seeds=2))
-    assert sorted(started) == [("finetune", 1), ("finetune", 2)]
-    assert [result.seed for result in results] == [0, 1, 2]
-    assert results[1].final_sha256 == expected.final_sha256
-    assert contents(folder_of(finished, "finetune", 0)) == before
-
-
-def test_an_error_in_one_seed_stops_those_beside_it(values, tmp_path, monkeypatch):
-    run = SequenceRun.run
-
-    def second_fails(self):
-        if self.settings.seed == 1:
-            raise Killed
-        return run(self)
-
-    monkeypatch.setattr(SequenceRun, "run", second_fails)
-    with pytest.raises(Killed):
-        run_recipe(
-            make_recipe({**values, "methods": ["finetune"], "seeds": 3}), tmp_path, place=Place(parallel_seeds=3)
-        )
-    assert finished_runs(tmp_path) == {}
-
-
-def test_a_folder_that_another_process_works_in_is_refused(values, tmp_path):
-    out = tmp_path / "out"
-    recipe = make_recipe({**values, "methods": ["linear-probe"], "tasks": 1})
-    folder = plan_recipe(recipe, out, Place()).jobs[0].folder
-    with (
-        exclusive(folder / ".lock", lambda: pytest.fail("it is free")),
-        pytest.raises(ConfituneError, match="another process is working in"),
-    ):
-        run_recipe(recipe, out)
-    (result,) = run_recipe(recipe, out)  # a lock file that nobody holds blocks nobody
-    assert result.method == "linear-probe"
-
-
-def test_what_a_killed_process_left_half_written_is_gone_after_a_resume(values, tmp_path):
-    recipe = make_recipe({**values, "methods": ["linear-probe"], "tasks": 1})
-    folder = plan_recipe(recipe, tmp_path, Place()).jobs[0].folder
-    folder.mkdir(parents=True)
-    (folder / f"checkpoint.{'0' * 32}.partial").write_bytes(b"half")
-    run_recipe(recipe, tmp_path, resume=True)
-    assert list(folder.glob("*.partial")) == []

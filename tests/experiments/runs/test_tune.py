@@ -9,50 +9,25 @@ import pytest
 import yaml
 from rich.console import Console
 
-from confitune.engine import RunResult, SequenceRun, read_results
-from confitune.engine.result import summary_of
+from confitune.engine import SequenceRun, read_results
 from confitune.errors import ConfituneError
-from confitune.experiments import (
-    Place,
-    edge_note,
-    finished_runs,
-    make_recipe,
-    plan_search,
-    read_recipe,
-    run_recipe,
-    run_search,
-    winner,
-)
-from confitune.experiments.runs.identity import filled
+from confitune.experiments.runs.identity import filled, finished_runs
 from confitune.experiments.runs.job import TrainingError, load_backbone
+from confitune.experiments.runs.recipe import make_recipe, read_recipe
+from confitune.experiments.runs.runner import Place, run_recipe
+from confitune.experiments.runs.tune import edge_note, plan_search, run_search, winner
 from confitune.nn import create_backbone
 from confitune.tasks import load_tasks
+from found import made_up
 
 ROUNDED = (75.7, 80.1, 91.2, 70.3, 66.6)  # their mean depends on their order, in its last bits
 
 
-def outcome(acc, forgotten, seed=0, seconds=10.0, config=None):
+def outcome(acc, forgotten, seed=0):
     """A run with this average accuracy and forgetting."""
     final = acc - forgotten / 2  # of the first task; the last one makes up for it
     matrix = np.array([[final + forgotten, final], [math.nan, 2 * acc - final]])
-    images = {"classes": ["cat", "dog"], "train_images": 7, "test_images": 2}
-    tasks = [{"name": f"t{i}", **images, "norm_numbers": 0, "head_numbers": 34} for i in range(2)]
-    return RunResult(
-        dataset="digits",
-        method="ewc",
-        seed=seed,
-        **summary_of(matrix),
-        tasks=tasks,
-        config=config or {"model": "test_byobnet", "seed": seed},
-        versions={"torch": "2"},
-        device="cpu",
-        weights="start.pth",
-        weights_sha256="abc",
-        final_sha256="def",
-        seconds=seconds,
-        images_per_second=100.0,
-        command="confitune tune ewc",
-    )
+    return made_up("ewc", seed, matrix)
 
 
 def point(*measured):
@@ -66,20 +41,20 @@ def mean(runs):
 class Told(Place):
     """Runs that are told what to give: by (value of the option, whether images are held out) -> results or an error.
 
-    `begun` says which runs were announced, `asked` which results were asked for.
+    `asked` says which runs were asked for together, `begun` of which values, in order.
     """
 
     def __init__(self, console=None, parallel_seeds=1):
         super().__init__(console, parallel_seeds)
-        self.give, self.begun, self.asked = {}, [], []
-
-    def begin(self, jobs):
-        self.begun.append([(*self._point(job), job.seed) for job in jobs])
+        self.give, self.asked, self.begun = {}, [], []
 
     def results(self, jobs):
-        point = self._point(jobs[0])
-        self.asked.append((*point, jobs[0].out))
+        self.asked.append([(*self._point(job), job.seed) for job in jobs])
         for job in jobs:
+            point = self._point(job)
+            if point not in self.begun:
+                self.begun.append(point)
+            self.say(job.label)
             given = self.give[point]
             job.out.mkdir(parents=True, exist_ok=True)
             if isinstance(given, TrainingError):
@@ -271,8 +246,7 @@ def give(told, accs, retrained=70.0):
 def test_every_value_is_run_and_the_winner_again_on_everything(told, values, tmp_path):
     give(told, {1.0: 80, 10.0: 90, 100.0: 85})
     points, retrained = run_search(planned(values, seeds=2), tmp_path, place=told)
-    assert told.asked == [*((v, True, tmp_path) for v in (1.0, 10.0, 100.0)), (10.0, False, tmp_path)]
-    assert told.begun == [  # the whole grid before any of its results is asked for
+    assert told.asked == [  # the whole grid at once
         [(v, True, seed) for v in (1.0, 10.0, 100.0) for seed in (0, 1)],
         [(10.0, False, seed) for seed in (0, 1)],
     ]
@@ -284,7 +258,7 @@ def test_without_retraining_nothing_is_tested(told, values, tmp_path):
     give(told, {1.0: 80, 10.0: 90, 100.0: 85})
     _, retrained = run_search(planned(values), tmp_path, place=told, retrain=False)
     assert retrained == []
-    assert {held_out for _, held_out, _ in told.asked} == {True}
+    assert {held_out for _, held_out in told.begun} == {True}
     assert read_recipe(tmp_path / "winner.yaml")["options"] == {"ewc": {"strength": 10.0}}
 
 
@@ -302,21 +276,22 @@ def test_a_failed_value_is_said_and_the_search_goes_on(told, values, tmp_path):
     points, retrained = run_search(planned(values, seeds=2), tmp_path, place=told)
     assert {value: mean(runs) for value, runs in points.items()} == {1.0: 80, 100.0: 85}
     assert mean(retrained) == 70
-    assert "failed: the loss [of] task1 became nan" in told.console.file.getvalue()
+    said = "digits ewc seed 0 (ewc.strength=10, 2 of 3) failed: the loss [of] task1 became nan\n"
+    assert said in told.console.file.getvalue()
 
 
 def test_where_all_fail_that_is_said(told, values, tmp_path):
     give(told, dict.fromkeys((1.0, 10.0, 100.0), TrainingError("the loss became nan")))
     with pytest.raises(ConfituneError, match=r"no value of ewc.strength could be trained; .* the loss became nan"):
         run_search(planned(values), tmp_path, place=told)
-    assert [value for value, _, _ in told.asked] == [1.0, 10.0, 100.0]
+    assert [value for value, _ in told.begun] == [1.0, 10.0, 100.0]
 
 
 def test_an_error_before_training_is_no_failure_of_the_value(told, values, tmp_path):
     give(told, {1.0: ConfituneError("no weights file"), 10.0: 80, 100.0: 80})
     with pytest.raises(ConfituneError, match="no weights file"):
         run_search(planned(values), tmp_path, place=told)
-    assert len(told.asked) == 1
+    assert len(told.begun) == 1
 
 
 def test_progress_says_which_of_how_many(told, values, tmp_path):
@@ -324,10 +299,11 @@ def test_progress_says_which_of_how_many(told, values, tmp_path):
     told.console = Console(file=io.StringIO(), width=150)
     run_search(planned(values), tmp_path, place=told)
     assert told.console.file.getvalue().splitlines() == [
-        "grid point 1 of 3: ewc.strength=1",
-        "grid point 2 of 3: ewc.strength=10",
-        "grid point 3 of 3: ewc.strength=100",
+        "digits ewc (ewc.strength=1, 1 of 3)",
+        "digits ewc (ewc.strength=10, 2 of 3)",
+        "digits ewc (ewc.strength=100, 3 of 3)",
         "retraining ewc with ewc.strength=1 on all training images",
+        "digits ewc",
     ]
 
 
@@ -426,7 +402,9 @@ def test_one_more_value_is_run_alone(values, done, started):
 
 
 def test_what_is_there_is_refused_without_resume(values, done, started):
-    with pytest.raises(ConfituneError, match="holds a finished run of digits ewc seed 0: add --resume"):
+    with pytest.raises(
+        ConfituneError, match=r"holds a finished run of digits ewc seed 0 \(ewc.strength=1000, 2 of 2\): add --resume"
+    ):
         run_search(planned(values, grid=("7", "1000"), **DIVERGING), done)  # said before 7 is trained
     assert started == []
 
@@ -460,5 +438,5 @@ def test_the_retraining_of_another_winner_goes_beside(told, values, tmp_path):
     give(told, {1.0: 80, 10.0: 90, 100.0: 85, 1000.0: 95})
     run_search(planned(values), tmp_path, place=told)
     run_search(planned(values, grid=("1", "10", "100", "1000")), tmp_path, place=told, resume=True)
-    assert [value for value, held_out, _ in told.asked if not held_out] == [10.0, 1000.0]
+    assert [value for value, held_out in told.begun if not held_out] == [10.0, 1000.0]
     assert yaml.safe_load((tmp_path / "winner.yaml").read_text())["options"] == {"ewc": {"strength": 1000.0}}

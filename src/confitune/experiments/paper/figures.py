@@ -8,41 +8,34 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
 
 from confitune.analysis import (
     ShiftRecorder,
-    ShiftResult,
-    TransductiveResult,
     check_proposition1,
     check_proposition2,
     check_proposition3,
     measure_storage,
     transductive_accuracy,
 )
-from confitune.analysis.transductive import Source
 from confitune.engine import Listener
 from confitune.experiments.paper.numbers import reported
 from confitune.experiments.paper.outcome import Outcome
 from confitune.experiments.paper.plan import TABLE1, Part, Parts, Scope
-from confitune.experiments.reporting.figures import draw_panels, overview_figure, save_figure
+from confitune.experiments.reporting.figures import draw_panels, matrices, overview_figure, save_figure
 from confitune.experiments.reporting.table import shown
 from confitune.metrics import average_accuracy_curve
 from confitune.nn import ContinualNet, without_memory
 from confitune.settings import TrainSettings
 from confitune.tasks import TaskSequence, dataset_info
 
-Measured = TypeVar("Measured", bound=BaseModel)
-
 
 def curves(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     """Average accuracy over the tasks learned so far, after each task."""
     for dataset, of_it in parts.items():
-        stacks = {part.method: np.stack([run.matrix for run in part.results]) for part in of_it}
-        found = {method: stack for method, stack in stacks.items() if not np.isnan(stack[0, 0, 0])}
+        found = matrices({part.method: part.results for part in of_it})
         if found:
             path = scope.picture("curves", dataset)
             save_figure(overview_figure(found, title=f"{dataset}, {of_it[0].recipe.model}"), path)
@@ -67,7 +60,8 @@ def storage(outcome: Outcome, scope: Scope, parts: Parts) -> None:
         rows = [[m, *(f"{n:,}" for n in (s.per_task, s.once, s.kept(tasks[-1])))] for m, s in found.items()]
         outcome.table(f"{dataset}: {heading}", head, rows)
         path = scope.picture("storage", dataset)
-        title, y = f"{dataset}: numbers kept between tasks", "numbers (logarithmic above 1,000)"
+        title = f"{dataset}: numbers kept between tasks"
+        y = "numbers (logarithmic above 1,000)"
         lines = {name: (tasks, numbers) for name, numbers in kept.items()}
         draw_panels({heading: lines}, path, title=title, x="tasks", y=y, scale="symlog")
         outcome.pictures.append(path.name)
@@ -102,13 +96,12 @@ def watch_moments(
     recorder = ShiftRecorder(net, sequence, settings, folder)
 
     def measured() -> dict[str, Any]:
-        found = {"shift": recorder.result(), "transductive": transductive_accuracy(net, sequence.tasks, settings)}
-        return {name: result.model_dump(mode="json") for name, result in found.items()}
+        return {"shift": recorder.result(), "transductive": transductive_accuracy(net, sequence.tasks, settings)}
 
     return (recorder,), measured
 
 
-def _measured(part: Part, name: str, kind: type[Measured], outcome: Outcome) -> list[Measured]:
+def _measured(part: Part, name: str, outcome: Outcome) -> list[Any]:
     """What was measured in each run of the part; a run without it is noted."""
     for result in part.results:
         if name not in result.measured:
@@ -116,24 +109,25 @@ def _measured(part: Part, name: str, kind: type[Measured], outcome: Outcome) -> 
                 f"{part.recipe.dataset}, {part.method}, seed {result.seed} was run without this measurement: delete "
                 "its line in runs.jsonl and run again"
             )
-    return [kind.model_validate(result.measured[name]) for result in part.results if name in result.measured]
+    return [result.measured[name] for result in part.results if name in result.measured]
 
 
 def shift(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     """Representational shift per convolution: D1 and D2 - D0, in the cases of the ablation."""
     for dataset, of_it in parts.items():
-        results = {part.method: _measured(part, "shift", ShiftResult, outcome) for part in of_it}
+        results = {part.method: _measured(part, "shift", outcome) for part in of_it}
         forms = {part.method: part.form for part in of_it if results[part.method]}
         if not forms:
             continue
-        layers = results[next(iter(forms))][0].layers
-        d1 = {m: np.mean([r.d1 for r in results[m]], 0) for m in forms}
-        added = {m: np.mean([r.added for r in results[m]], 0) for m in forms}
-        across, path = [float(place) for place in range(1, len(layers) + 1)], scope.picture("shift", dataset)
+        layers = results[next(iter(forms))][0]["layers"]
+        d1 = {m: np.mean([r["d1"] for r in results[m]], 0) for m in forms}
+        added = {m: np.mean([np.subtract(r["d2"], r["d0"]) for r in results[m]], 0) for m in forms}
+        across = range(1, len(layers) + 1)
+        path = scope.picture("shift", dataset)
         draw_panels(
             {
-                heading: {m: (across, values.tolist()) for m, values in measured.items()}
-                for heading, measured in (("D1: how far representations moved", d1), ("D2 - D0: what was added", added))
+                "D1: how far representations moved": {m: (across, values) for m, values in d1.items()},
+                "D2 - D0: what was added": {m: (across, values) for m, values in added.items()},
             },
             path,
             title=f"{dataset}: the first task's representation after the last task",
@@ -161,7 +155,8 @@ def shift(outcome: Outcome, scope: Scope, parts: Parts) -> None:
 def _claim_shift(outcome: Outcome, dataset: str, d1: dict[str, np.ndarray], added: dict[str, np.ndarray]) -> None:
     for plain, hierarchical in (("finetune", "hierarchical"), ("finetune-xconv", "confit")):
         if {plain, hierarchical} <= set(d1):
-            lower, of = int((d1[hierarchical] < d1[plain]).sum()), len(d1[plain])
+            lower = int((d1[hierarchical] < d1[plain]).sum())
+            of = len(d1[plain])
             text = f"{dataset}: hierarchical fine-tuning lowers D1 ({hierarchical} against {plain})"
             outcome.claim(text, f"in {lower} of {of} convolutions", lower >= 0.75 * of)  # half of them is chance
     for plain, xconv in (("finetune", "finetune-xconv"), ("hierarchical", "confit")):
@@ -181,17 +176,17 @@ def _claim_shift(outcome: Outcome, dataset: str, d1: dict[str, np.ndarray], adde
 
 def transductive(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     """Accuracy with the test set's true mean and/or variance in place of the running ones."""
-    sources: tuple[Source, Source] = ("running", "true")
-    cases = {f"{m} mean, {v} variance": (m, v) for m, v in product(sources, sources)}
+    cases = list(product(("running", "true"), ("running", "true")))
     for dataset, of_it in parts.items():
         rows = []
         for part in of_it:
-            results = _measured(part, "transductive", TransductiveResult, outcome)
+            results = _measured(part, "transductive", outcome)
             if not results:
                 continue
-            measured = {name: [result.of(*case).acc for result in results] for name, case in cases.items()}
+            found = [{(a["mean"], a["variance"]): a["acc"] for a in result["accuracies"]} for result in results]
+            measured = {case: [accuracies[case] for accuracies in found] for case in cases}
             rows.append([part.method, *(shown(values, 2) for values in measured.values())])
-            means = {name: float(np.mean(values)) for name, values in measured.items()}
+            means = {f"{m} mean, {v} variance": float(np.mean(values)) for (m, v), values in measured.items()}
             outcome.data[f"{dataset}/{part.method}"] = means
             running, true_variance, _, both_true = means.values()
             if part.method == "confit":
@@ -199,4 +194,4 @@ def transductive(outcome: Outcome, scope: Scope, parts: Parts) -> None:
                 outcome.claim(f"{dataset}: a true variance gains less than 1 point (confit)", f"{gain:+.2f}", gain < 1)
             text = f"{dataset}: true mean and variance beat running ones ({part.method})"
             outcome.claim(text, f"{both_true - running:+.2f}", both_true > running)
-        outcome.table(dataset, ["method", *cases], rows)
+        outcome.table(dataset, ["method", *(f"{m} mean, {v} variance" for m, v in cases)], rows)

@@ -86,7 +86,7 @@ class Claim:
 
 _CELLS = ("dataset", "method", "", "measured", "seeds", "paper", "difference", "verdict", "all means recovered")
 _CLAIMS = ("the paper says", "measured", "verdict")
-_HOLDS = {True: "holds", False: "does not hold", None: "not measured"}
+_HOLDS = {True: "holds", False: "does not hold", None: "not judged"}
 
 
 @dataclass

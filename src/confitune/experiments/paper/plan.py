@@ -17,6 +17,8 @@ from confitune.tasks import dataset_info
 
 TABLE1 = tuple(reported("table1"))
 ABLATION = tuple(reported("table2"))
+_XCONV = {"means": "phase", "statistics": "running"}
+PAPER: Mapping[str, Any] = {"pipeline": "published", "seeds": 5, "pull_limit": None, **_XCONV}
 QUICK: Mapping[str, Any] = {"epochs": 5, "seeds": 1, "tasks": 2}  # the fewest epochs with all three stages
 
 
@@ -33,22 +35,16 @@ class Scope:
     place: Place = field(default_factory=Place)  # where runs are done
 
     @property
-    def values(self) -> dict[str, Any]:
-        """Recipe values for every run: the paper's images, phase means, running statistics, 5 seeds; and given ones."""
-        paper = {"pipeline": "published", "seeds": 5, "means": "phase", "statistics": "running", "pull_limit": None}
-        return {**paper, **(QUICK if self.quick else {}), **self.given}
-
-    @property
     def judges(self) -> bool:
         """Whether several runs of each method are asked for: one is too little to say that a claim does not hold."""
-        return bool(self.values["seeds"] > 1)
+        return bool({**PAPER, **(QUICK if self.quick else {}), **self.given}["seeds"] > 1)
 
     def recipe(self, dataset: str, method: str, **values: Any) -> Recipe:
         """One experiment as the paper does it, with these values where nothing else was asked for."""
         info = dataset_info(dataset)
         network = {"model": "resnet18.tv_in1k" if info.from_paper else "tf_efficientnet_lite0"}
         quick = {name: value for name, value in QUICK.items() if name not in self.given} if self.quick else {}
-        asked = {**network, **self.values, **self.rows.get(method, {}), **values, **quick}
+        asked = {**network, **PAPER, **self.given, **self.rows.get(method, {}), **values, **quick}
         if asked["pipeline"] == "published" and "published" not in info.pipelines:
             asked["pipeline"] = "clean"
         return make_recipe({**asked, "dataset": dataset, "methods": [method]})
@@ -72,10 +68,9 @@ def read_scope(
     given: Mapping[str, Any] | None = None,
     changes: Sequence[str] = (),
 ) -> tuple[Scope, list[str]]:
-    """What is asked for on the command line, or in a recipe that it names: the scope, and which tables and figures.
+    """The scope, and which tables and figures: as given, or as files among `what` say where nothing else is given.
 
     Args:
-        what: tables and figures, or files that name them; what is given here wins over what files say.
         given: recipe values by name.
         changes: more of them, as texts: 'lr=0.1'.
     """

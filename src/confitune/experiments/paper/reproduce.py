@@ -56,7 +56,8 @@ WHATS = {  # in the order of `all`
 
 def parts_of(what: str, scope: Scope) -> list[Part]:
     """The runs that `what` needs; some of them may be done."""
-    parts, needs = [], WHATS[what].needs
+    parts = []
+    needs = WHATS[what].needs
     for dataset in scope.datasets:
         for methods, values in needs:
             if "model" in values and (scope.quick or scope.given.get("weights")):  # given weights are another network's
@@ -80,7 +81,8 @@ def reproduce(whats: Sequence[str], scope: Scope) -> list[Outcome]:
     wanted = {what: parts_of(what, scope) for what in (WHATS if "all" in whats else dict.fromkeys(whats))}
     require_writable(scope.out)
     failures = _run_missing([part for parts in wanted.values() for part in parts], scope)
-    results, outcomes = finished_runs(scope.out).values(), []
+    results = finished_runs(scope.out).values()
+    outcomes = []
     for what, parts in wanted.items():
         scope.place.say(f"writing {what}", "bold")
         title, write, needs = WHATS[what]
@@ -101,14 +103,15 @@ def reproduce(whats: Sequence[str], scope: Scope) -> list[Outcome]:
 def _run_missing(parts: Sequence[Part], scope: Scope) -> list[tuple[Part, str]]:
     """Do what is not done, and measure moments of the ablation's runs meanwhile; what could not be trained, and why."""
     watched = [part.recipe for part in parts_of("shift", scope)] if scope.chosen(ABLATION) else []
-    results, left = finished_runs(scope.out).values(), list[Part]()
+    results = finished_runs(scope.out).values()
+    left = list[Part]()
     for part in parts:
         if part not in left and len(part.found(results).results) < part.recipe.seeds:
             left.append(part)
-    plans = {}
+    plans = []
     for number, part in enumerate(left, 1):
         watch = figures.watch_moments if part.recipe in watched else None
-        name = f"{part.recipe.dataset}, {part.recipe.model}: {part.method} ({number} of {len(left)})"
-        plans[name] = plan_recipe(part.recipe, scope.out, scope.place, resume=True, watch=watch)
+        note = f"{part.recipe.model}, {number} of {len(left)}"
+        plans.append(plan_recipe(part.recipe, scope.out, scope.place, resume=True, watch=watch, note=note))
     given = zip(left, run_plans(plans, scope.place), strict=True)
     return [(p, f"{p.recipe.dataset}, {p.method}: {error}") for p, error in given if isinstance(error, TrainingError)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
@@ -24,7 +23,8 @@ def datasets(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     rows = []
     for name in scope.datasets:
         tasks = scope.recipe(name, "finetune").load_tasks(IMAGENET_MEAN, IMAGENET_STD)
-        counts, paper = _counts(tasks), reported("datasets").get(name, {})
+        counts = _counts(tasks)
+        paper = reported("datasets").get(name, {})
         outcome.data[name] = counts
         rows += [
             [name, key.replace("_", " "), f"{value:,}", f"{paper[key]:,}" if key in paper else "-"]
@@ -68,7 +68,8 @@ def table2(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     for dataset, of_it in parts.items():
         acc, paper = _compare(outcome, dataset, of_it, "table2")
         if len(acc) == 4:
-            ordered, told = sorted(acc, key=lambda m: acc[m]), sorted(paper, key=lambda m: paper[m])
+            ordered = sorted(acc, key=lambda m: acc[m])
+            told = sorted(paper, key=lambda m: paper[m])
             outcome.claim(
                 f"{dataset}: each half helps alone, both together help most"
                 + (f" (order: {', '.join(told)})" if told else ""),
@@ -114,21 +115,21 @@ def order_of(acc: Mapping[str, float], paper: Mapping[str, float]) -> tuple[str,
     return (f"the other way round: {', '.join(turned)}" if turned else "the paper's"), not turned
 
 
-def _mean_and_text(results: Sequence[RunResult], metric: str) -> tuple[float, str]:
-    """Over the runs in which the metric is defined: nothing is forgotten where all tasks are learned at once."""
-    known = [getattr(r, metric) for r in results if getattr(r, metric) is not None]
-    return (mean_and_interval(known).mean, shown(known, 2)) if known else (math.nan, "-")
-
-
 def controls(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     """Beyond the paper: other means and statistics, convolutions that never move, no recovery, all data at once."""
     for dataset, of_it in parts.items():
         cases = []
         for part in of_it:
-            (acc, acc_shown), (_, fgt_shown) = (_mean_and_text(part.results, metric) for metric in ("acc", "fgt"))
-            name = f"{part.method}, {part.form}" if part.method == "confit" else part.method
-            told = {"case": name, "acc": acc, "acc_shown": acc_shown, "fgt_shown": fgt_shown}
-            cases.append({**told, "seeds": len(part.results)})
+            acc = [run.acc for run in part.results]
+            cases.append(
+                {
+                    "case": f"{part.method}, {part.form}" if part.method == "confit" else part.method,
+                    "acc": mean_and_interval(acc).mean,
+                    "acc_shown": shown(acc, 2),
+                    "fgt_shown": shown([run.fgt for run in part.results], 2),
+                    "seeds": len(part.results),
+                }
+            )
         cases.sort(key=lambda case: (case["acc"], case["case"]), reverse=True)
         outcome.data[dataset] = cases
         rows = [[str(case[key]) for key in ("case", "acc_shown", "fgt_shown", "seeds")] for case in cases]
@@ -143,16 +144,18 @@ def deeper(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     for dataset, of_it in parts.items():
         found, rows = {}, []
         for part in of_it:
-            means, cells = zip(*(_mean_and_text(part.results, metric) for metric in ("acc", "fgt")), strict=True)
-            found[part.recipe.model.split(".")[0], part.method] = means
+            values = {metric: [getattr(run, metric) for run in part.results] for metric in ("acc", "fgt")}
+            cells = [shown(of_metric, 2) for of_metric in values.values()]
             rows.append([part.recipe.model, part.method, *cells, str(len(part.results))])
+            means = {metric: mean_and_interval(of_metric).mean for metric, of_metric in values.items()}
+            found[part.recipe.model.split(".")[0], part.method] = means
         outcome.table(dataset, ["network", "method", "ACC", "FGT", "seeds"], rows)
-        outcome.data[dataset] = [{"network": n, "method": m, "acc": a, "fgt": f} for (n, m), (a, f) in found.items()]
-        for text, method, which in (
-            (f"fine-tuned {large} forgets more than {small}", "finetune", 1),
-            (f"ConFiT on {large} beats ConFiT on {small}", "confit", 0),
+        outcome.data[dataset] = [{"network": n, "method": m, **means} for (n, m), means in found.items()]
+        for text, method, metric in (
+            (f"fine-tuned {large} forgets more than {small}", "finetune", "fgt"),
+            (f"ConFiT on {large} beats ConFiT on {small}", "confit", "acc"),
         ):
-            pair = [found[network, method][which] for network in (small, large) if (network, method) in found]
+            pair = [found[network, method][metric] for network in (small, large) if (network, method) in found]
             told = (f"{pair[0]:.2f} and {pair[1]:.2f}", pair[1] > pair[0]) if len(pair) == 2 else ("-", None)
             outcome.claim(f"{dataset}: {text}", *told)
 
@@ -170,7 +173,8 @@ def search(outcome: Outcome, scope: Scope, parts: Parts) -> None:
             folder = scope.out / "search" / file_name(dataset) / entry.method
             points, retrained = run_search(planned, folder, place=scope.place, resume=True)
             held_out = {value: mean_and_interval([run.acc for run in runs]).mean for value, runs in points.items()}
-            best, told = winner(points), entry.chosen.get(dataset)
+            best = winner(points)
+            told = entry.chosen.get(dataset)
             tested = [summary_of(run.published_matrix) for run in retrained]
             after = {metric: [run[metric] for run in tested] for metric in ("acc", "fgt")}
             chosen = [value_text(best), "-" if told is None else value_text(told), f"{held_out[best]:.2f}"]

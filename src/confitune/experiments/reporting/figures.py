@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import cycle, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from confitune.engine import RunResult
 from confitune.experiments.reporting.table import FEW
 from confitune.files import write_whole
+from confitune.methods import METHODS
 from confitune.metrics import average_accuracy, average_accuracy_curve, average_forgetting, mean_and_interval
 
 if TYPE_CHECKING:
@@ -27,19 +29,26 @@ if TYPE_CHECKING:
 PIXELS_PER_INCH = 200
 INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-OWN = {"confit": "#0072B2", "finetune": "#D55E00", "best": "#009E73"}  # theirs in all pictures
+# Each of these has one look in all pictures: the first are compared most often, and get the plainest.
+NAMED = tuple(dict.fromkeys(["confit", "finetune", "best", "mas-cpr", "mas-afec", *METHODS]))
 SMALL: dict[str, Any] = {"x": 0.02, "ha": "left", "color": INK, "fontsize": 9}
 
-Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]  # name -> x and y
 Array = NDArray[np.floating]
+Lines = Mapping[str, tuple[Sequence[float], Sequence[float] | Array]]  # name -> x and y
 
 
-def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Colour and style of each line: methods that have colours of their own, then the others in the order given."""
-    pairs = [(style, colour) for style, colour in product(("-", "--", ":"), COLOURS)]
-    others = cycle(pair for pair in pairs if pair[0] != "-" or pair[1] not in OWN.values())
-    found = {name: ("-", OWN[name]) if name in OWN else next(others) for name in names}
-    return {name: {"linestyle": style, "color": colour} for name, (style, colour) in found.items()}
+def looks(names: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Colour and style of each line: the method's own; other names take what is free in this picture."""
+    pairs = [{"linestyle": style, "color": colour} for style, colour in product(("-", "--", ":", "-."), COLOURS)]
+    own = {name: pairs[NAMED.index(name)] for name in names if name in NAMED}
+    free = cycle([pair for pair in pairs if pair not in own.values()])
+    return {name: own[name] if name in own else next(free) for name in names}
+
+
+def matrices(runs: Mapping[str, Sequence[RunResult]]) -> dict[str, Array]:
+    """Accuracy matrices (seeds x T x T) by name, of methods that learn task after task; joint training does not."""
+    stacks = {name: np.stack([run.matrix for run in of_name]) for name, of_name in runs.items()}
+    return {name: stack for name, stack in stacks.items() if not np.isnan(stack[:, 0, 0]).any()}
 
 
 def overview_figure(runs: Mapping[str, Array], *, title: str) -> Figure:
@@ -73,11 +82,13 @@ def _curves(axes: Axes, curves: Mapping[str, Array], height: float) -> None:
     lowest = _axis_floor(min(float(np.nanmin(seeds)) for seeds in curves.values()) - 1, step=5)
     axes.set_ylim(lowest, 100)
     _plain_axes(axes, tasks, levels=5)
-    by_name, ends = looks(curves), dict[str, float]()
+    by_name = looks(curves)
+    ends = dict[str, float]()
     for method, seeds in curves.items():
         mean, half = np.array([mean_and_interval(column)[:2] for column in np.transpose(seeds)]).T
         dots: dict[str, Any] = {"marker": "o", "markersize": 4.5 if tasks <= 12 else 3, "markeredgewidth": 0}
-        after, look = np.arange(1, len(mean) + 1), by_name[method]
+        after = np.arange(1, len(mean) + 1)
+        look = by_name[method]
         axes.plot(after, mean, linewidth=2, clip_on=False, zorder=3, label=method, **look, **dots)
         if len(seeds) >= FEW:
             axes.fill_between(after, mean - half, mean + half, color=look["color"], alpha=0.12, linewidth=0, zorder=2)

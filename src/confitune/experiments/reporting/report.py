@@ -7,7 +7,8 @@ could not run.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -18,14 +19,12 @@ import numpy as np
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.reporting.figures import overview_figure, png_of, save_figure
+from confitune.experiments.reporting.figures import matrices, overview_figure, png_of, save_figure
 from confitune.experiments.reporting.table import (
     COLUMNS,
     Section,
     html_table,
-    rows_of,
     scenario_words,
-    section_of,
     sections_of,
     shown,
 )
@@ -75,9 +74,10 @@ def write_readme(out: Path, text: str, commands: Iterable[str]) -> None:
     write_text(path, f"{_OURS}# {out.resolve().name}\n\n{text}\n\nMade by\n\n```sh\n{made}\n```\n{pictures}")
 
 
-def draw_overview(out: Path, results: Sequence[RunResult]) -> Path | None:
-    """A picture of runs of one recipe, methods in the order given; none where no method learned task after task."""
-    section = section_of(rows_of(results))
+def draw_overview(out: Path, result: RunResult) -> Path | None:
+    """A picture of the table that a finished run stands in; none where no method learned task after task."""
+    sections = sections_of(finished_runs(out).values())
+    section = next(section for section in sections if any(result in row.runs for row in section.rows))
     figure = _overview(section)
     if figure is None:
         return None
@@ -87,8 +87,7 @@ def draw_overview(out: Path, results: Sequence[RunResult]) -> Path | None:
 
 
 def _overview(section: Section) -> Figure | None:
-    stacks = [np.stack([run.matrix for run in row.runs]) for row in section.rows]
-    sequential = {n: s for n, s in zip(section.names, stacks, strict=True) if not np.isnan(s[:, 0, 0]).any()}
+    sequential = matrices({name: row.runs for name, row in zip(section.names, section.rows, strict=True)})
     config = section.rows[0].config
     title = ", ".join([section.dataset, *scenario_words(config), config["model"]])
     return overview_figure(sequential, title=title) if sequential else None
@@ -126,32 +125,25 @@ def write_report(folder: Path, out: Path | None = None, title: str | None = None
 def _section(section: Section) -> Iterator[str]:
     """All that is said of one section, the best method first."""
     methods = {name: row.runs for name, row in zip(section.names, section.rows, strict=True)}
-    for method, runs in methods.items():
-        if len(counts := {len(run.accuracy_matrix) for run in runs}) > 1:
-            raise ConfituneError(
-                f"the seeds of {method} on {section.dataset} differ in their number of tasks ({sorted(counts)}), so "
-                "there is no mean over them; keep those of one experiment"
-            )
     yield _tag("h2", section.dataset)
     yield _tag("p", f"{section.about}.")
-    yield html_table(*section.table(COLUMNS))
+    yield html_table(*replace(section, columns=list(COLUMNS)).table())
     yield _tag("p", EXPLAINED)
     if figure := _overview(section):
         yield f'<img alt="overview" src="data:image/png;base64,{base64.b64encode(png_of(figure)).decode()}">'
-    tasks = max(len(runs[0].accuracy_matrix) for runs in methods.values())
-    after = [f"after {k + 1}" for k in range(tasks)]
+    after = [f"after {task}" for task in range(1, int(section.rows[0].settings["tasks"]) + 1)]
     yield _tag("h3", "Average accuracy on the tasks learned so far (%)")
     rows = []
     for method, runs in methods.items():
-        cells = [*map(shown, np.stack([average_accuracy_curve(run.matrix) for run in runs]).T)]
-        rows.append([method, *cells, *["-"] * (tasks - len(cells))])
+        curves = np.stack([average_accuracy_curve(run.matrix) for run in runs])
+        rows.append([method, *map(shown, curves.T)])
     yield html_table(["method", *after], rows)
     yield _tag("h3", "Accuracy of each task after each task (%)")
     for method, runs in methods.items():
         by_task = np.stack([run.matrix for run in runs], axis=-1)  # [i, j, seed]
         yield _tag("h4", method)
         yield html_table(
-            ["", *after[: len(by_task)]],
+            ["", *after],
             [[f"task {i + 1}", *("" if np.isnan(a).all() else shown(a) for a in row)] for i, row in enumerate(by_task)],
         )
     yield _tag("h3", "Tasks")

@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,8 @@ def terminal_table(
     table.title_justify = table.caption_justify = "left"
     for place, name in enumerate(head):
         numbers = all(re.match(r"[-+]?\d|-?$", row[place]) for row in rows if place < len(row))
-        table.add_column(name, justify="right" if numbers else "left", no_wrap=numbers or place == 0, overflow="fold")
+        title = name.replace(" ", "\n", 1) if len(name) > 8 else name  # most cells are narrower than that
+        table.add_column(title, justify="right" if numbers else "left", no_wrap=numbers or place == 0, overflow="fold")
     for place, row in enumerate(rows):
         table.add_row(*map(Text, row), style="bold" if place == bold else "")
     return table
@@ -116,24 +117,24 @@ class Section:
     about: str  # what was run, in words
     names: list[str]  # of the rows
     rows: list[Row]
-    more: Mapping[str, list[str]] = field(default_factory=dict)  # columns after the names, with a cell for each row
     columns: Sequence[str] = USUAL
+    settings: Sequence[str] = ()  # of each row, where that is a column
+    note: str = ""  # below the table
 
-    def table(self, columns: Iterable[str] = ()) -> tuple[list[str], list[list[str]]]:
+    def table(self) -> tuple[list[str], list[list[str]]]:
         """Titles of columns, and a list of cells for each row."""
-        told = {"method": self.names, **self.more}
-        told |= {name: [COLUMNS[name](row.runs) for row in self.rows] for name in columns or self.columns}
-        if "otherwise" in told:
-            told["otherwise"] = told.pop("otherwise")  # it is long: the last
+        told = {"method": self.names, **({"settings": self.settings} if any(self.settings) else {})}
+        told |= {name: [COLUMNS[name](row.runs) for row in self.rows] for name in self.columns}
         return list(told), [list(cells) for cells in zip(*told.values(), strict=True)]
 
     def markdown(self) -> str:
         """For a page."""
-        return f"**{self.dataset}**, {self.about}\n\n{markdown_table(*self.table())}\n"
+        note = f"\n{self.note}\n" if self.note else ""
+        return f"**{self.dataset}**, {self.about}\n\n{markdown_table(*self.table())}\n{note}"
 
-    def terminal(self, columns: Iterable[str] = (), caption: str = "") -> Table:
+    def terminal(self) -> Table:
         """For a terminal; the best row stands out."""
-        return terminal_table(*self.table(columns), title=f"{self.dataset}: {self.about}", caption=caption, bold=0)
+        return terminal_table(*self.table(), title=f"{self.dataset}: {self.about}", caption=self.note, bold=0)
 
 
 def rows_of(results: Iterable[RunResult]) -> list[Row]:
@@ -142,7 +143,9 @@ def rows_of(results: Iterable[RunResult]) -> list[Row]:
     for result in results:
         config = filled(result.config)
         flat = _flat({n: v for n, v in config.items() if n not in ("seed", "weights_sha256", "dataset")})
-        settings = {"method": result.method, **flat, "weights": result.weights_sha256[:8]}
+        # The number of tasks as it was: a folder may have got more classes since an earlier seed.
+        measured = {"tasks": str(len(result.accuracy_matrix)), "weights": result.weights_sha256[:8]}
+        settings = {"method": result.method, **flat, **measured}
         key = json.dumps([result.dataset, settings], sort_keys=True)
         found.setdefault(key, Row(settings, config)).runs.append(result)
     for row in found.values():
@@ -229,15 +232,20 @@ def _words(rows: Sequence[Row], apart: Sequence[str] = ()) -> str:
     rows = sorted(rows, key=lambda row: row.method)
     configs = [row.config for row in rows]
     config, seeds = configs[0], max(len(row.runs) for row in rows)
-    words = [config["model"], f"{max(len(row.runs[0].tasks) for row in rows)} tasks"]
+    words = [_each(c["model"] for c in configs), f"{_each(row.settings['tasks'] for row in rows)} tasks"]
     if config["pipeline"] != "clean":
         words.append(f"{config['pipeline']} pipeline")
     words += scenario_words(config)
     if config["held_out"]:
         words.append(f"tested on {config['held_out']:.0%} of the training images")
-    words += sorted({f"{c['means']} means, {c['statistics']} statistics" for c in configs if c["means"]})
-    devices = dict.fromkeys(row.runs[0].device for row in rows)
-    return ", ".join([*words, *apart, f"{seeds} seed{'s' if seeds > 1 else ''}", f"on {' and '.join(devices)}"])
+    forms = {f"{c['means']} means, {c['statistics']} statistics" for c in configs if c["means"]}
+    words += forms if len(forms) == 1 else ()
+    devices = _each(row.runs[0].device for row in rows)
+    return ", ".join([*words, *apart, f"{seeds} seed{'s' if seeds > 1 else ''}", f"on {devices}"])
+
+
+def _each(texts: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(texts))
 
 
 def scenario_words(config: Mapping[str, Any]) -> list[str]:
@@ -247,8 +255,12 @@ def scenario_words(config: Mapping[str, Any]) -> list[str]:
 
 def summary_table(results: Sequence[RunResult]) -> Table:
     """Methods as rows, best first: what `confitune run` ends with."""
-    caption = "ACC: accuracy over all tasks at the end. FGT: what earlier tasks lost since their best. In percent."
-    return section_of(best_first(rows_of(results))).terminal([*USUAL, "seconds"], caption)
+    note = (
+        "ACC: accuracy over all tasks at the end. FGT: what earlier tasks lost since their best. In percent. "
+        "Numbers a task: what it adds to what is stored, its head included."
+    )
+    section = section_of(best_first(rows_of(results)))
+    return replace(section, columns=[*USUAL, "seconds"], note=note).terminal()
 
 
 def compare(folders: Sequence[Path]) -> list[Section]:
@@ -258,28 +270,28 @@ def compare(folders: Sequence[Path]) -> list[Section]:
     if not results:
         where = ", ".join(map(str, folders))
         raise ConfituneError(f"no results below {where}: `confitune run --out FOLDER` writes some")
-    return [_compared(title, rows) for title, rows in _grouped(rows_of(results), _data_words).items()]
+    # Accuracies on other test images, or in another scenario, are not comparable.
+    apart = ("pipeline", "scenario", "held_out")
+    tables = _grouped(rows_of(results), lambda row: str([row.runs[0].dataset, *(row.config[name] for name in apart)]))
+    return [_compared(rows) for rows in tables.values()]
 
 
-def _data_words(row: Row) -> str:
-    pipeline = f" ({row.config['pipeline']})" if row.config["pipeline"] != "clean" else ""
-    return ", ".join([row.runs[0].dataset + pipeline, *scenario_words(row.config)])
-
-
-def _compared(title: str, rows: Sequence[Row]) -> Section:
-    """A column for each setting that some method was run with in several ways; in the last what else is unusual."""
+def _compared(rows: Sequence[Row]) -> Section:
+    """A row says what its method was run with in several ways; the note, what is unusual about a method otherwise."""
+    differing = _differing(rows)
+    rows = best_first(rows)
     varied = {name for same in _grouped(rows, lambda row: row.method).values() for name in _differing(same)}
-    differing, rows = _differing(rows), best_first(rows)
-    more = {name: [row.settings.get(name, "") for row in rows] for name in differing if name in varied}
-    usual = {}
+    settings = []
+    for row in rows:
+        told = [name for name in differing if name in varied and name in row.settings]
+        settings.append(", ".join(f"{name}={row.settings[name]}" for name in told))
+    unusual: dict[str, list[str]] = defaultdict(list)
     for name in (name for name in differing if name not in (*varied, "method")):
-        (usual[name], _), *_ = Counter(row.settings[name] for row in rows if name in row.settings).most_common(1)
-    otherwise = [
-        ", ".join(f"{n}={row.settings[n]}" for n in usual if row.settings.get(n, usual[n]) != usual[n]) for row in rows
-    ]
-    if any(otherwise):
-        more["otherwise"] = otherwise
-    runs = [run for row in rows for run in row.runs]
-    devices = ", ".join(dict.fromkeys(run.device for run in runs))
-    about = f"{rows[0].config['model']}, {len(runs[0].accuracy_matrix)} tasks, on {devices}"
-    return Section(title, about, [row.method for row in rows], rows, more, (*USUAL, "seeds"))
+        of_method = {row.method: row.settings[name] for row in rows if name in row.settings}
+        usual = Counter(of_method.values()).most_common(1)[0][0]
+        for method, value in of_method.items():
+            if value != usual:
+                unusual[method].append(f"{name}={value}")
+    note = "\n".join(f"{method}: {', '.join(values)}" for method, values in unusual.items())
+    columns = ("ACC ↑", "FGT ↓", "numbers a task", "seeds")
+    return Section(rows[0].runs[0].dataset, _words(rows), [row.method for row in rows], rows, columns, settings, note)

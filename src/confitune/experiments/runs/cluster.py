@@ -1,7 +1,6 @@
-"""Runs on a Ray cluster: every run a Ray task, which goes on from its checkpoint when its node dies.
+"""Runs on a Ray cluster: every run is a Ray task, which goes on from its checkpoint when its node dies.
 
-The driver hands runs out with a share of a node and collects what they give; a worker does them just as a local process
-does. What is going on in a run is in its logs, which lie in the shared folder.
+A worker does a run just as a local process does, and logs to the shared folder.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,10 +46,6 @@ def share_of(
     By default a run that may use a GPU has one to itself where the cluster has any, and the CPUs that come with it
     when its node's are divided evenly; a run on CPUs has 4 of them, or the smallest node's where that is fewer.
 
-    Args:
-        nodes: what each node of the cluster has, as Ray names it.
-        device: of the recipe: 'auto', 'cpu' or 'cuda'.
-
     >>> share_of([{"CPU": 32, "GPU": 4}], "auto"), share_of([{"CPU": 32, "GPU": 4}], "auto", gpus=0.25)
     ((8, 1), (2, 0.25))
     >>> share_of([{"CPU": 32}, {"CPU": 2}], "auto")
@@ -69,11 +64,8 @@ def share_of(
     return cpus or int(min([THREADS, *(node["CPU"] for node in nodes if node.get("CPU"))])), gpus
 
 
-@contextmanager
-def ray_place(
-    on: str, console: Console | None, parallel_seeds: int, gpus: float | None, cpus: int | None
-) -> Iterator[RayPlace]:
-    """A Ray cluster as a place for runs; see `confitune.experiments.runs.runner.open_place`."""
+def connect(on: str) -> Any:
+    """Ray, connected to the cluster that `--on` names; see `confitune.experiments.runs.runner.open_place`."""
     try:
         import ray
     except ImportError as error:
@@ -88,12 +80,7 @@ def ray_place(
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         where = f"the Ray cluster at {address} cannot be used" if address else "Ray cannot be started here"
         raise ConfituneError(f"{where}: {error}") from error
-    place = RayPlace(ray, console, parallel_seeds, gpus, cpus)
-    try:
-        yield place
-    finally:
-        place.close()
-        ray.shutdown()
+    return ray
 
 
 def _require_answer(address: str, on: str) -> None:
@@ -116,11 +103,10 @@ class RayPlace(Place):
         self, ray: Any, console: Console | None, parallel_seeds: int, gpus: float | None, cpus: int | None
     ) -> None:
         super().__init__(console, parallel_seeds)
-        self._ray, self._gpus, self._cpus = ray, gpus, cpus
+        self._ray = ray
+        self._gpus = gpus
+        self._cpus = cpus
         self._errands: dict[Any, Errand] = {}  # under way, by what Ray will put their results into
-        self._outcomes: dict[Path, RunResult | ConfituneError] = {}  # that nobody has asked for yet, by folder
-        self._board = progress_board(self.console)
-        self._bar = self._board.add_task("all runs", total=0, status="", left=None)
 
     def settled(self, recipe: Recipe) -> Recipe:
         """With the device and the precision that its runs will have on the cluster, whatever this machine has."""
@@ -128,8 +114,27 @@ class RayPlace(Place):
         precision = ("bf16" if gpus else "fp32") if recipe.precision == "auto" else recipe.precision
         return recipe.model_copy(update={"device": "cuda" if gpus else "cpu", "precision": precision})
 
+    def results(self, jobs: Sequence[Job]) -> Outcomes:
+        """Hand out all jobs, of which Ray starts as many at a time as there is room for; each outcome as it comes."""
+        self.begin(jobs)
+        board = progress_board(self.console)
+        bar = board.add_task("all runs", total=len(jobs), status="", left=None)
+        with board if self.console.is_terminal else nullcontext():
+            while self._errands:
+                ended, _ = self._ray.wait(list(self._errands), num_returns=len(self._errands), timeout=_LOOK_EVERY)
+                for task in ended:
+                    errand = self._errands.pop(task)
+                    died = max(errand.tries() - 1, 0)
+                    again = f"; its worker died {died} times, it went on from its checkpoint" if died else ""
+                    for job, outcome in zip(errand.jobs, self._outcomes_of(task, errand), strict=True):
+                        board.advance(bar)
+                        if isinstance(outcome, RunResult):
+                            self.say(f"{job.label}: accuracy {outcome.acc:.1f}%{again}")
+                        yield job, outcome
+                    errand.token.unlink(missing_ok=True)
+
     def begin(self, jobs: Sequence[Job]) -> None:
-        """Hand out all of them; Ray starts as many at a time as there is room for."""
+        """Hand out jobs."""
         for group in groups_of(jobs, self.parallel_seeds):
             cpus, gpus = self._share(group[0].recipe)
             errand = Errand(tuple(group), cpus, Path.cwd(), group[0].out / f".shared-{uuid4().hex}", RETRIES + 1)
@@ -141,35 +146,11 @@ class RayPlace(Place):
             if not any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in self._nodes()):
                 what = f"{cpus} CPUs" + (f" and {gpus:g} GPU" if gpus else "")
                 self.say(f"note: no node of the cluster has {what}: runs wait until one joins", "yellow")
-        self._board.update(self._bar, total=(self._board.tasks[0].total or 0) + len(jobs))
-
-    def results(self, jobs: Sequence[Job]) -> Outcomes:
-        """What became of jobs that were begun, in the order in which they end."""
-        waiting = {job.folder: job for job in jobs}
-        with self._board if self.console.is_terminal else nullcontext():
-            while waiting:
-                there = [folder for folder in waiting if folder in self._outcomes]
-                yield from ((waiting.pop(folder), self._outcomes.pop(folder)) for folder in there)
-                if waiting:
-                    self._collect()
 
     def close(self) -> None:
         """Stop what is under way; checkpoints stay for a later command to go on from."""
         for task, errand in self._errands.items():
             self._ray.cancel(task, force=True)
-            errand.token.unlink(missing_ok=True)
-
-    def _collect(self) -> None:
-        ended, _ = self._ray.wait(list(self._errands), num_returns=len(self._errands), timeout=_LOOK_EVERY)
-        for task in ended:
-            errand = self._errands.pop(task)
-            died = max(errand.tries() - 1, 0)
-            again = f"; its worker died {died} times, it went on from its checkpoint" if died else ""
-            for job, outcome in zip(errand.jobs, self._outcomes_of(task, errand), strict=True):
-                self._outcomes[job.folder] = outcome
-                self._board.advance(self._bar)
-                text = f"accuracy {outcome.acc:.1f}%{again}" if isinstance(outcome, RunResult) else "failed"
-                self.say(f"{job.label}: {text}")
             errand.token.unlink(missing_ok=True)
 
     def _outcomes_of(self, task: Any, errand: Errand) -> list[RunResult | ConfituneError]:

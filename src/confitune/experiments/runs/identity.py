@@ -71,7 +71,8 @@ def filled(config: Mapping[str, Any]) -> dict[str, Any]:
     >>> known["lr"], known["model"], known["pipeline"]
     (0.1, 'tf_efficientnet_lite0', 'clean')
     """
-    usual, given = option_defaults(config.get("method") if "version" in config else None), config.get("options") or {}
+    usual = option_defaults(config.get("method") if "version" in config else None)
+    given = config.get("options") or {}
     options = {part: {**usual.get(part, {}), **given.get(part, {})} for part in {**usual, **given}}
     said = {name: value for name, value in config.items() if name != "version"}
     return {**said, "options": options, **{name: DEFAULTS[name] for name in DEFAULTS if name not in said}}
@@ -116,10 +117,10 @@ def options_of(method: Method) -> dict[str, type[BaseModel]]:
     return {type(hook).name: hook.Options for hook in method.hooks if set(hook.Options.model_fields) - {*XCONV}}
 
 
-def options_set(method: Method, only_given: bool = False) -> dict[str, dict[str, Any]]:
-    """The values of a method's options (or only the given ones), by part, as JSON takes them; without Xconv BN's."""
+def options_set(method: Method) -> dict[str, dict[str, Any]]:
+    """The values of a method's options, by part, as JSON takes them; without Xconv BN's."""
     return {
-        type(hook).name: hook.options.model_dump(mode="json", exclude_unset=only_given, exclude={*XCONV})
+        type(hook).name: hook.options.model_dump(mode="json", exclude={*XCONV})
         for hook in method.hooks
         if type(hook).name in options_of(method)
     }

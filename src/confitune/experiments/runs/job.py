@@ -46,8 +46,9 @@ class Job:
     seed: int
     weights_sha256: str  # of the network that it starts from
     command: str  # how the run was asked for, for its result
-    checkpoint_seconds: float = 30.0
+    checkpoint_seconds: float = 30.0  # a run that is killed loses at most this much work and an epoch's
     watch: Watch | None = None  # a function of a module, so that other machines find it
+    note: str = ""  # which of many runs of the method this is
 
     @property
     def folder(self) -> Path:
@@ -59,7 +60,8 @@ class Job:
     def label(self) -> str:
         """What a person reads beside its progress."""
         seed = f" seed {self.seed}" if self.recipe.seeds > 1 else ""
-        return f"{self.recipe.dataset} {self.method}{seed}"
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.recipe.dataset} {self.method}{seed}{note}"
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -73,13 +75,11 @@ class Job:
 
 
 class TrainingError(ConfituneError):
-    """Runs whose numbers became infinite.
+    """Runs whose numbers became infinite; `results` are those of the others."""
 
-    Attributes:
-        results: of the others.
-    """
-
-    results: Sequence[RunResult] = ()
+    def __init__(self, message: str, results: Sequence[RunResult] = ()) -> None:
+        super().__init__(message)
+        self.results = results
 
 
 def groups_of(jobs: Sequence[Job], size: int) -> list[list[Job]]:
@@ -103,7 +103,8 @@ def load(job: Job, progress: Progress | None = None) -> tuple[Backbone, TaskSequ
 
     Refused if the network's weights are not those that the job was planned with.
     """
-    recipe, backbone = job.recipe, load_backbone(job.recipe)
+    recipe = job.recipe
+    backbone = load_backbone(job.recipe)
     if backbone.weights_sha256 != job.weights_sha256:
         raise ConfituneError(
             f"the weights of {recipe.model} ({backbone.weights}) are not those that this run was planned with: "
@@ -171,20 +172,21 @@ def _refuse(job: Job) -> None:
 
 
 def _trained(job: Job, backbone: Backbone, sequence: TaskSequence, progress: Listener, turn: Listener) -> RunResult:
-    folder, settings, method = (
-        job.folder,
-        job.recipe.train_settings(job.seed, job.method),
-        job.recipe.method(job.method),
-    )
+    folder = job.folder
+    method = job.recipe.method(job.method)
+    settings = job.recipe.train_settings(job.seed, job.method)
     net = method.network(copy.deepcopy(backbone.module))
     watching, measured = job.watch(net, sequence, settings, folder) if job.watch else ((), dict)
     run = engine.SequenceRun(
-        *(net, sequence, method, settings),
+        net,
+        sequence,
+        method,
+        settings,
         scenario=job.recipe.scenario,
         pretrained=backbone.module,
         folder=folder,
         config=job.config,
-        listeners=(progress, engine.CsvLog(folder), engine.TensorBoardLog(folder), *watching, turn),
+        listeners=(progress, *engine.run_logs(folder), *watching, turn),
         checkpoint_seconds=job.checkpoint_seconds,
         weights=backbone.weights,
         command=job.command,

@@ -74,7 +74,8 @@ class Recipe(DataSettings, NetworkSettings, TrainSettings):
 
     def identity(self, method: str, seed: int, weights_sha256: str) -> dict[str, Any]:
         """What determines a run's result: compared before a result is taken for this run's."""
-        train, chosen = self.train_settings(seed, method), self.method(method)
+        train = self.train_settings(seed, method)
+        chosen = self.method(method)
         config = {
             **self.model_dump(mode="json", include=set(DEFAULTS)),
             **train.model_dump(mode="json", include=set(DEFAULTS)),
@@ -112,7 +113,8 @@ def merge_settings(values: Mapping[str, Any], given: Sequence[str]) -> dict[str,
     >>> merge_settings({"options": {"ewc": {"fisher": "exact"}}}, ["ewc.strength=3e3", "lr=0.1"])
     {'options': {'ewc': {'fisher': 'exact', 'strength': 3000.0}}, 'lr': 0.1}
     """
-    merged, options = dict(values), values.get("options") or {}
+    merged = dict(values)
+    options = values.get("options") or {}
     if not isinstance(options, dict) or not all(isinstance(of_part, dict) for of_part in options.values()):
         raise ConfituneError("the recipe's options must be by part, e.g. {ewc: {strength: 3000}}")
     options = {part: dict(of_part) for part, of_part in options.items()}
@@ -183,7 +185,8 @@ def _parse_yaml(data: bytes | str, source: str) -> Any:
 
 
 def _explained(problem: Any, source: str) -> str:
-    name, given = ".".join(map(str, problem["loc"]))[:100], repr(problem["input"])[:200]
+    name = ".".join(map(str, problem["loc"]))[:100]
+    given = repr(problem["input"])[:200]
     if problem["type"] == "extra_forbidden":
         return f"{source}: no option {name!r}{_hint(name, Recipe.model_fields)}"
     return f"{source}: {name}={given}: {problem['msg']}"

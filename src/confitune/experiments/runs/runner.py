@@ -1,7 +1,6 @@
-"""From a recipe to results: every (method, seed) a run, and a line in the experiment's `runs.jsonl`.
+"""From a recipe to results: every (method, seed) is a run, and a line in the experiment's `runs.jsonl`.
 
-Runs are done in a `Place`: on this machine, or elsewhere. Planning, results and summaries are the same wherever that
-is; one that is to be chosen with --on is opened by `open_place`, and nothing else knows it.
+Runs are done in a `Place`: on this machine, or on a cluster. Planning, results and tables are the same for both.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,15 @@ class Place:
         """The recipe with everything fixed that depends on the machine that will do its runs."""
         return recipe
 
-    def begin(self, jobs: Sequence[Job]) -> None:
-        """Say which results will be asked for; a place that can do many runs at once begins with all of them."""
-
     def results(self, jobs: Sequence[Job]) -> Outcomes:
-        """What became of jobs of one recipe, as it comes: a result, or why there is none.
+        """What became of each job, as it ends: a result, or why there is none.
 
         A run that fails stops those that share its process, and no others.
         """
-        if not jobs:
-            return
+        for _, alike in groupby(jobs, lambda job: job.recipe):
+            yield from self._results_of_recipe(list(alike))
+
+    def _results_of_recipe(self, jobs: Sequence[Job]) -> Outcomes:
         with engine.decoding_bar(self.console) as bar:
             loaded = load(jobs[0], bar)
         for group in groups_of(jobs, self.parallel_seeds):
@@ -83,41 +82,33 @@ def open_place(
     gpus_per_run: float | None = None,
     cpus_per_run: int | None = None,
 ) -> Iterator[Place]:
-    """The place of this name, for as long as the context lasts; runs that are not done then are stopped.
-
-    Args:
-        on: 'local': this machine. 'ray': the Ray cluster that RAY_ADDRESS names, else one that is started here.
-            'HOST:PORT' or 'ray://HOST:PORT': the Ray cluster there.
-        parallel_seeds: so many seeds of a method share a process, here or on the cluster.
-        gpus_per_run: a process's share of GPUs on a cluster, e.g. 0.25; default: 1 where there are GPUs.
-        cpus_per_run: its CPUs.
-    """
+    """Where runs are done, as `confitune run --help` explains; those that are not finished at the end are stopped."""
     if on == "local":
         if gpus_per_run is not None or cpus_per_run is not None:
             raise ConfituneError("--gpus-per-run and --cpus-per-run are a run's share of a cluster: add --on ray")
         yield Place(console, parallel_seeds)
         return
-    from confitune.experiments.runs.cluster import ray_place
+    from confitune.experiments.runs.cluster import RayPlace, connect
 
-    with ray_place(on, console, parallel_seeds, gpus_per_run, cpus_per_run) as place:
+    ray = connect(on)
+    place = RayPlace(ray, console, parallel_seeds, gpus_per_run, cpus_per_run)
+    try:
         yield place
+    finally:
+        place.close()
+        ray.shutdown()
 
 
 def run_recipe(
-    recipe: Recipe,
-    out: Path,
-    *,
-    place: Place | None = None,
-    resume: bool = False,
-    **how: Any,
+    recipe: Recipe, out: Path, *, place: Place | None = None, resume: bool = False, **how: Any
 ) -> list[RunResult]:
     """Run what the recipe asks for and is not done yet; results, logs and tables go below `out`.
 
-    A run that fails does not stop the others; what failed is said when they are done.
+    A run that fails does not stop the others; the error comes when they are done.
 
     Args:
-        place: where runs are done (`open_place`); default: here, one after the other, without a word.
-        resume: take finished runs as they are and go on with broken-off ones; without it, an `out` that holds any of
+        place: where runs are done (`open_place`); default: here, one after the other, without output.
+        resume: take finished runs as they are and go on with interrupted ones; without it, an `out` that holds any of
             them is refused, so nothing is overwritten.
         how: more of `plan_recipe`.
     """
@@ -125,30 +116,20 @@ def run_recipe(
     plan = plan_recipe(recipe, out, place, resume=resume, **how)
     if resume and (note := _other_settings(plan)):
         place.say(f"note: {note}", "yellow")
-    place.begin(plan.left)
-    return finish_plan(plan, place)
-
-
-def run_plans(plans: Mapping[str, Plan], place: Place) -> Iterator[list[RunResult] | TrainingError]:
-    """What each plan gives, or why it could not be trained; a plan's name is said when its turn comes."""
-    place.begin([job for plan in plans.values() for job in plan.left])
-    for name, plan in plans.items():
-        place.say(name, "bold")
-        try:
-            yield finish_plan(plan, place)
-        except TrainingError as error:
-            place.say(f"failed: {error}", "yellow")
-            yield error
+    (outcome,) = run_plans([plan], place)
+    if isinstance(outcome, TrainingError):
+        raise outcome
+    return outcome
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe asks for, in order: all runs, and the results of those that are done."""
+    """The runs of a recipe, in order, and what is known of them."""
 
     out: Path
     jobs: Sequence[Job]
     done: dict[str, RunResult]  # by key
-    others: list[RunResult]  # other runs that are in `out`
+    others: list[RunResult]  # of other runs in `out`
 
     @property
     def left(self) -> list[Job]:
@@ -164,17 +145,13 @@ def plan_recipe(
     resume: bool = False,
     checkpoint_seconds: float = 30.0,
     watch: Watch | None = None,
+    note: str = "",
 ) -> Plan:
-    """Find out what is done and what is left; whatever is wrong with that is refused before any work is done.
-
-    Args:
-        checkpoint_seconds: a run that is killed loses at most this much work and an epoch's.
-        watch: makes listeners that measure something while a run goes on.
-    """
+    """Find out what is done and what is left; whatever is wrong is refused before any work is done."""
     recipe = place.settled(recipe)
     backbone = load_backbone(recipe)
     jobs = [
-        Job(recipe, out, method, seed, backbone.weights_sha256, engine.command_line(), checkpoint_seconds, watch)
+        Job(recipe, out, method, seed, backbone.weights_sha256, engine.command_line(), checkpoint_seconds, watch, note)
         for method in recipe.methods
         for seed in recipe.run_seeds
     ]
@@ -186,39 +163,44 @@ def plan_recipe(
     for method in dict.fromkeys(job.method for job in plan.left):  # now, not after those that can do it were trained
         recipe.method(method).network(copy.deepcopy(backbone.module))
     for job in plan.left:
-        engine.Checkpoint.load(
-            job.folder, job.config
-        )  # one of another configuration is refused before any work is done
+        engine.Checkpoint.load(job.folder, job.config)  # a damaged one is refused before any work is done
     if plan.left:
         require_writable(out)
     return plan
 
 
-def finish_plan(plan: Plan, place: Place) -> list[RunResult]:
-    """Results of all runs of a plan whose jobs the place has begun."""
-    done, failures = dict(plan.done), dict[str, ConfituneError]()  # by key
-    if done:
-        with suppress(OSError):  # nothing may be left to do on a disk that is read-only by now
-            write_pages(plan.out)  # a run that was killed right after its result may have left an older one
-    for job, outcome in place.results(plan.left):
+def run_plans(plans: Sequence[Plan], place: Place) -> list[list[RunResult] | TrainingError]:
+    """What each plan gives, or why some of its runs could not be trained; any other error is raised."""
+    outcomes: dict[str, RunResult | ConfituneError] = {}  # by key
+    for plan in plans:
+        outcomes |= plan.done
+        if plan.done:
+            with suppress(OSError):  # nothing may be left to do on a disk that is read-only by now
+                write_pages(plan.out)  # a run that was killed right after its result may have left an older one
+    for job, outcome in place.results([job for plan in plans for job in plan.left]):
+        outcomes[job.key] = outcome
         if isinstance(outcome, RunResult):
-            done[job.key] = outcome
-            write_pages(plan.out)
+            write_pages(job.out)
         else:
-            failures[job.key] = outcome
-    if not failures:
-        return [done[job.key] for job in plan.jobs]
-    # One error says all of them; runs that were stopped by the same one are named by the first.
-    first_of = {id(failures[job.key]): job for job in reversed(plan.jobs) if job.key in failures}
-    told = [(job, failures[job.key]) for job in plan.jobs if job in first_of.values()]
-    error = told[0][1]
-    if len(told) > 1:
-        diverged = all(isinstance(error, TrainingError) for _, error in told)
-        message = "\n".join(f"{job.label}: {error}" for job, error in told)
-        error = TrainingError(message) if diverged else ConfituneError(message)
-    if isinstance(error, TrainingError):
-        error.results = [done[job.key] for job in plan.jobs if job.key in done]
-    raise error
+            place.say(f"{job.label} failed: {outcome}", "yellow")
+    return [_finished(plan, outcomes) for plan in plans]
+
+
+def _finished(plan: Plan, outcomes: Mapping[str, RunResult | ConfituneError]) -> list[RunResult] | TrainingError:
+    results = []
+    failed = dict[ConfituneError, Job]()  # runs that were stopped by the same error: the first of them
+    for job in plan.jobs:
+        outcome = outcomes[job.key]
+        if isinstance(outcome, RunResult):
+            results.append(outcome)
+        else:
+            failed.setdefault(outcome, job)
+    if not failed:
+        return results
+    message = "\n".join(f"{job.label}: {error}" if len(failed) > 1 else str(error) for error, job in failed.items())
+    if not all(isinstance(error, TrainingError) for error in failed):
+        raise ConfituneError(message)
+    return TrainingError(message, results)
 
 
 def _refuse_existing(jobs: Sequence[Job], finished: Mapping[str, RunResult]) -> None:

@@ -22,7 +22,7 @@ from confitune.experiments.reporting.report import write_text
 from confitune.experiments.runs.identity import Value, options_of, options_set, value_text
 from confitune.experiments.runs.job import TrainingError
 from confitune.experiments.runs.recipe import Recipe, make_recipe, read_value
-from confitune.experiments.runs.runner import Place, finish_plan, plan_recipe, run_plans
+from confitune.experiments.runs.runner import Place, plan_recipe, run_plans, run_recipe
 from confitune.methods import create_method
 
 HELD_OUT = 0.1  # the paper's share
@@ -85,7 +85,6 @@ def plan_search(
     """What to try, checked before anything is trained.
 
     Args:
-        method: the name of one method, e.g. 'ewc', 'mas-cpr' or 'ewc+confit'.
         values: of the recipe; its methods are not used.
         option: 'part.option'; default: what the paper searched for the method.
         grid: values as texts; default: the paper's for the option.
@@ -99,7 +98,8 @@ def plan_search(
     choices = [
         f"{part}.{name}" for part, model in options_of(create_method(method)).items() for name in model.model_fields
     ]
-    there, paper = ", ".join(choices), paper_search(method)
+    there = ", ".join(choices)
+    paper = paper_search(method)
     if not choices:
         run = f"`confitune run --method {method}` is all there is to do"
         raise ConfituneError(f"{method} has no options to search: {run}")
@@ -111,7 +111,8 @@ def plan_search(
     known = {f"{row.part}.{row.option}": row.grid for row in searched()}
     if not grid and option not in known:
         raise ConfituneError(f"the paper has no grid for {option}: give its values with --grid")
-    untried, tried = Search(recipe, checked.held_out or HELD_OUT, option, ()), list[Value]()
+    untried = Search(recipe, checked.held_out or HELD_OUT, option, ())
+    tried = list[Value]()
     for value in map(read_value, grid) if grid else known[option]:
         part, _, name = option.rpartition(".")
         tried.append(options_set(untried.retraining(value).method(method))[part][name])  # as the method takes it
@@ -126,22 +127,18 @@ def plan_search(
 def run_search(
     search: Search, out: Path, *, place: Place | None = None, resume: bool = False, retrain: bool = True
 ) -> tuple[Points, list[RunResult]]:
-    """Try every value, write what came out below `out`, and train the winner again on all training images.
+    """Try every value, and train the winner again on all training images (`retrain`).
 
     In `out`: all runs as `run_recipe` writes them and, for `confitune run`, `winner.yaml`.
 
-    Args:
-        place: where runs are done (`open_place`); default: here, one after the other, without a word.
-        resume: take what is finished there as it is, and do what is missing; what failed is tried from its checkpoint.
-        retrain: else nothing is said of the test images.
-
     Returns:
-        What each value gave on the held-out images, and the results of the retraining (none without it).
+        What each value gave on the held-out images, and the results of the retraining.
     """
-    place, plans = place or Place(), {}
+    place = place or Place()
+    plans = []
     for number, value in enumerate(search.grid, 1):
-        name = f"grid point {number} of {len(search.grid)}: {search.name(value)}"
-        plans[name] = plan_recipe(search.validation(value), out, place, resume=resume)
+        note = f"{search.name(value)}, {number} of {len(search.grid)}"
+        plans.append(plan_recipe(search.validation(value), out, place, resume=resume, note=note))
     given = dict(zip(search.grid, run_plans(plans, place), strict=True))
     points = {value: results for value, results in given.items() if not isinstance(results, TrainingError)}
     if not points:
@@ -155,9 +152,7 @@ def run_search(
     if not retrain:
         return points, []
     place.say(f"retraining {search.method} with {search.name(best)} on all training images")
-    plan = plan_recipe(recipe, out, place, resume=True)
-    place.begin(plan.left)
-    return points, finish_plan(plan, place)
+    return points, run_recipe(recipe, out, place=place, resume=True)
 
 
 def edge_note(search: Search, points: Points) -> str:

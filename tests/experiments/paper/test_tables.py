@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from confitune import cli
 from confitune.engine.result import summary_of
-from confitune.experiments import Place, finished_runs
 from confitune.experiments.paper.numbers import chosen_options, reported
 from confitune.experiments.paper.plan import Scope
 from confitune.experiments.paper.reproduce import reproduce
-from confitune.experiments.runs.identity import filled
+from confitune.experiments.runs.identity import filled, finished_runs
+from confitune.experiments.runs.runner import Place
 from confitune.tasks import dataset_info, decode, store
 from confitune.tasks.datasets import paper_sets
 
