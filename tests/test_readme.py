@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image, PngImagePlugin
 
 from confitune.experiments.paper.tables import order_of
+from confitune.experiments.reporting.figures import overview_figure, save_figure
 from confitune.experiments.reporting.table import Row, numbers_per_task, sections_of
 from confitune.experiments.runs.identity import finished_runs
 from confitune.metrics import mean_and_interval
@@ -22,6 +24,7 @@ PAGES = [ROOT / name for name in ("README.md", "docs/reproduction.md", "docs/bes
 BLOCK = re.compile(r"(<!-- (results/\S+?)( claims| order|: [^>]+)? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BLOCKS = [match.groups()[1:4] for page in PAGES for match in BLOCK.finditer(page.read_text())]
 PROSE = re.sub(BLOCK, "", (ROOT / "docs/reproduction.md").read_text())
+PICTURE = ROOT / "docs/overview.png"
 
 
 @pytest.mark.parametrize(("source", "part", "block"), BLOCKS, ids=range(len(BLOCKS)))
@@ -40,6 +43,30 @@ def measured(source: str, part: str | None) -> str:
         text = text.partition("## What the paper says of it\n")[2]
     lines = [line for line in text.splitlines() if not line.startswith("#")]  # a page has headings of its own
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
+
+
+def test_the_picture_shows_what_was_measured() -> None:
+    told = "python tests/test_readme.py --update draws what was measured"
+    assert Image.open(PICTURE).info["Description"] == _described(pictured()), told
+    assert all("overview.png" in (ROOT / page).read_text() for page in ("README.md", "docs/index.md"))
+
+
+def pictured() -> dict[str, np.ndarray]:
+    """The accuracy matrices of the first page's picture, by method."""
+    found = rows("photos", "window means, running statistics")
+    return {name: np.stack([run.matrix for run in found[name].runs]) for name in ("finetune", "confit", "best")}
+
+
+def _described(matrices: dict[str, np.ndarray]) -> str:
+    return json.dumps({name: np.round(found, 3).tolist() for name, found in matrices.items()})
+
+
+def draw() -> None:
+    """The first page's picture, with its numbers in it."""
+    save_figure(overview_figure(pictured(), title="photos, tf_efficientnet_lite0"), PICTURE)
+    text = PngImagePlugin.PngInfo()
+    text.add_text("Description", _described(pictured()))
+    Image.open(PICTURE).save(PICTURE, pnginfo=text, optimize=True)
 
 
 def outcome(page: str) -> dict:
@@ -161,3 +188,4 @@ def updated(text: str) -> str:
 if __name__ == "__main__" and "--update" in sys.argv:
     for page in PAGES:
         page.write_text(updated(page.read_text()))
+    draw()

@@ -31,6 +31,7 @@ Texts = list[str] | None  # of an option that may be given many times
     epochs="10, or the method's",
     batch_size="16 with best, else 32",
     lr="0.003 with best, else 0.01",
+    augmentation="flip with best, else none",
 )
 def learn_command(
     folder: Annotated[Path, typer.Argument(help="a folder of photos for each class, or train/ and test/ with those")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -85,6 +86,8 @@ class CommandGroup(TyperGroup):
         command = super().get_command(ctx, cmd_name)
         if command is not None:
             _without_types(command.get_params(ctx))
+            # Typer breaks lines where the docstring does.
+            command.help = re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.cleandoc(command.help or ""))
         return command
 
     def invoke(self, ctx: Any) -> Any:
