@@ -29,8 +29,8 @@ import torch
 from confitune.deploy import Bundle, LearnSettings, Predictor, changing, examine, go_back, grow, learn, remove_class
 from confitune.deploy.bundle import BundleChange
 from confitune.methods import METHODS
-from deploy.conftest import picture
 from deploy.shared import answers, settling
+from deploy.taught import picture
 from experiments.kills import child
 
 CALLS = ("fsync", "replace", "unlink", "open")

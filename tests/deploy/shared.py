@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from confitune.deploy import Bundle, Network, Predictor, TaskRecord
 from confitune.deploy.bundle import BundleChange
@@ -39,11 +38,6 @@ NETWORK = Network(
     weights="none",
     weights_sha256=hashlib.sha256(b"start").hexdigest(),
 )
-
-
-def plain(text: str) -> str:
-    """Without colours, which some CI machines force."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -147,3 +141,9 @@ def settling(head):
         return False
 
     return settle
+
+
+def small() -> nn.Module:
+    """The smallest network with a convolution and its norm."""
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers)

@@ -1,8 +1,7 @@
-"""The command line, from arguments to exit code, output and files."""
+"""run, tune and their recipes, from arguments to exit code, output and files."""
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from confitune import __version__, cli, metrics
+from confitune import metrics
 from confitune.engine import SequenceRun
 from confitune.engine.checkpoint import values_of
 from confitune.errors import ConfituneError
@@ -24,82 +23,8 @@ from confitune.experiments.runs.tune import plan_search
 from confitune.files import read_sealed
 from confitune.methods import METHODS
 from confitune.nn import create_backbone, state_sha256
-from confitune.settings import DataSettings, NetworkSettings, TrainSettings
 from found import contents, folder_of, forget, run_of
-
-SOURCE = Path(cli.__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def tiny(weights):
-    """Arguments of the smallest experiment: two tasks of two digits, one epoch."""
-    options = f"--dataset digits --tasks 2 --epochs 1 --batch-size 32 --model test_byobnet --weights {weights}"
-    return [*options.split(), "--device", "cpu"]
-
-
-def plain(text):
-    """Without colours, which some CI machines force."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
-
-
-class Said:
-    def __init__(self, code, out, err):
-        self.code, self.out, self.err = code, plain(out), plain(err)
-
-
-def called(patch, capture, *arguments):
-    patch.setenv("COLUMNS", "200")
-    for forced in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        patch.delenv(forced, raising=False)
-    patch.setattr(sys, "argv", ["/usr/bin/confitune", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    return Said(exit_.value.code or 0, *capture.readouterr())
-
-
-@pytest.fixture
-def confitune(monkeypatch, capsys, tmp_path):
-    """Calls the program in this process, with its home in tmp_path."""
-    monkeypatch.setenv("CONFITUNE_DATA", str(tmp_path / "data"))
-    monkeypatch.setenv("CONFITUNE_CACHE", str(tmp_path / "cache"))
-    return lambda *arguments: called(monkeypatch, capsys, *arguments)
-
-
-@pytest.fixture(scope="module")
-def ran_once(tiny, tmp_path_factory):
-    """A folder with finetune and confit finished, and the arguments that made it."""
-    out = tmp_path_factory.mktemp("ran") / "out"
-    arguments = ["run", *tiny, "--method", "finetune", "--method", "confit", "--checkpoint-seconds", "0"]
-    arguments += ["--out", str(out)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["/usr/bin/confitune", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-    assert not exit_.value.code
-    return out, arguments
-
-
-@pytest.fixture
-def ran(ran_once, tmp_path):
-    """A copy of it, and the arguments for the copy."""
-    out, arguments = ran_once
-    copied = shutil.copytree(out, tmp_path / "out")
-    return copied, [*arguments[:-1], str(copied)]
-
-
-@pytest.fixture
-def no_runs(monkeypatch):
-    """Fails the test if a run is started."""
-    monkeypatch.setattr(SequenceRun, "run", lambda self: pytest.fail(f"{self.method.name} was started"))
-
-
-def refused(said):
-    """The message of an error that a user can act on."""
-    assert said.code == 2
-    assert "Traceback" not in said.err + said.out
-    assert said.err.startswith("error: ")
-    return said.err.removeprefix("error: ").strip()
-
+from program import SOURCE, cells, refused
 
 # ---- a whole run -----------------------------------------------------------------------------------------------------
 
@@ -295,6 +220,16 @@ def test_a_method_and_a_dataset_of_ones_own(confitune, weights, tmp_path, monkey
     assert cells(said.out, "mine.strength") == ["mine.strength", "0.5", "of the pull"]
 
 
+def test_a_method_that_diverges_does_not_cost_the_table_of_the_others(confitune, tiny, tmp_path):
+    said = confitune(
+        *("run", *tiny, "--method", "linear-probe", "--method", "ewc", "--set", "ewc.strength=1e30"),
+        *("--set", "clip_norm=null", "--set", "pull_limit=null", "--out", tmp_path / "out"),
+    )
+    assert said.code == 2
+    assert "the loss of task 'task2' became" in said.err
+    assert "linear-probe" in said.out
+
+
 # ---- going on --------------------------------------------------------------------------------------------------------
 
 
@@ -352,16 +287,6 @@ def test_a_damaged_checkpoint_is_named(confitune, ran, no_runs):
     message = refused(confitune(*arguments, "--resume"))
     assert message.startswith(f"{path} is damaged")
     assert f"delete {folder} to start this run anew" in message
-
-
-def test_ctrl_c_says_how_to_go_on(confitune, tiny, tmp_path, monkeypatch):
-    def interrupted(self):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(SequenceRun, "run", interrupted)
-    said = confitune("run", *tiny, "--out", tmp_path / "out")
-    assert said.code == 130
-    assert "stopped; the same command with --resume goes on where it was" in said.err
 
 
 def in_a_process(*arguments):
@@ -530,38 +455,6 @@ def test_a_missing_data_folder(confitune, weights, tmp_path, no_runs):
     assert str(tmp_path / "nowhere") in message
 
 
-def test_brackets_in_a_message_are_text(confitune, tiny, tmp_path, no_runs):
-    said = confitune("run", *tiny, "--dataset", f"folder:{tmp_path}/[red]/[/x]", "--out", tmp_path / "out")
-    assert f"the folder {tmp_path}/[red]/[/x] is not there" in refused(said)
-
-
-def test_wrong_usage(confitune):
-    said = confitune("run", "--lr", "fast")
-    assert said.code == 2
-    assert "--lr" in said.err
-    said = confitune("run", "--epoch", "3")
-    assert said.code == 2
-    assert "--epochs" in said.err
-
-
-@pytest.mark.parametrize("command", [["run"], ["tune", "ewc"], ["reproduce", "table2"]])
-def test_a_setting_without_an_option_is_answered_with_set(confitune, command):
-    said = confitune(*command, "--weight-decay", "3")
-    assert said.code == 2
-    assert "No such option: --weight-decay; write --set weight_decay=VALUE" in said.err
-
-
-def test_every_setting_can_be_set(confitune, tiny, tmp_path):
-    changes = ["weight_decay=1e-4", "lr_milestones=[0.5]", "deterministic=true", "order_seed=3", "lr=0.02", "seed=4"]
-    options = [word for change in changes for word in ("--set", change)]
-    said = confitune("run", *tiny, "--lr", "0.5", *options, "--method", "finetune", "--out", tmp_path / "out")
-    assert said.code == 0, said.err
-    result = run_of(tmp_path / "out", "finetune", 4)
-    told = {name: result.config[name] for name in ("weight_decay", "lr_milestones", "order_seed", "lr")}
-    assert told == {"weight_decay": 1e-4, "lr_milestones": [0.5], "order_seed": 3, "lr": 0.02}
-    assert result.execution == "fp32, eager, deterministic"
-
-
 @pytest.mark.parametrize("count", ["0", "-1", "two"])
 def test_there_is_at_least_one_seed_at_a_time(confitune, tiny, tmp_path, no_runs, count):
     said = confitune("run", *tiny, "--parallel-seeds", count, "--out", tmp_path / "out")
@@ -588,126 +481,25 @@ def test_how_it_is_run_goes_into_the_result_and_not_into_what_was_run(confitune,
         assert other.execution == "fp32, eager"
 
 
-# ---- models and help -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("command", [["run"], ["tune", "ewc"], ["reproduce", "table2", "--datasets", "digits"]])
+def test_runs_are_done_where_they_are_asked_for(confitune, tmp_path, monkeypatch, command):
+    asked = []
+
+    def nowhere(**options):
+        asked.append({name: value for name, value in options.items() if name != "console"})
+        raise ConfituneError("there is no such place")
+
+    monkeypatch.setattr("confitune.experiments.runs.runner.open_place", nowhere)
+    there = ["--on", "head:6379", "--gpus-per-run", 0.2, "--cpus-per-run", 3, "--parallel-seeds", 2]
+    for options in ([], there):
+        assert "there is no such place" in refused(confitune(*command, *options, "--out", tmp_path))
+    assert asked == [
+        {"on": "local", "parallel_seeds": 1, "gpus_per_run": None, "cpus_per_run": None},
+        {"on": "head:6379", "parallel_seeds": 2, "gpus_per_run": 0.2, "cpus_per_run": 3},
+    ]
 
 
-def cells(out, model):
-    (row,) = (line for line in out.splitlines() if line.startswith(f"│ {model} "))
-    return [cell.strip() for cell in row.strip("│").split("│")]
-
-
-def test_models_shows_what_a_task_takes(confitune):
-    said = confitune("models", "resnet18")
-    assert said.code == 0
-    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "24,278", "50,653"]
-    assert cells(said.out, "torchvision:resnet18")[4:] == ["24,278", "50,653"]
-
-
-def test_models_shows_a_few_of_many(confitune, monkeypatch):
-    monkeypatch.setattr(
-        "confitune.experiments.catalog.matching_models", lambda pattern: ["resnet18"] * 11 + ["vgg11_bn"] * 5
-    )
-    said = confitune("models", "net")
-    assert sum(line.startswith("│ ") for line in said.out.splitlines()) == 12
-    assert "12 of 16 that match; give more of a name for others, e.g. 'vgg11_bn'" in said.out
-
-
-def test_models_fits_eighty_columns(confitune, monkeypatch):
-    monkeypatch.setattr("confitune.experiments.catalog.matching_models", lambda pattern: ["resnet18"])
-    monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((80, 24)))
-    said = confitune("models", "resnet18")
-    assert cells(said.out, "resnet18") == ["resnet18", "11.2M", "20", "20", "24,278", "50,653"]
-
-
-def test_models_says_which_has_no_batch_norm(confitune):
-    said = confitune("models", "vit_tiny_patch16_224")
-    assert said.code == 0
-    assert cells(said.out, "vit_tiny_patch16_224")[1] == "has no batch norm"
-
-
-def test_models_with_a_pattern_that_fits_none(confitune):
-    assert "no model matches 'xyzzy'" in refused(confitune("models", "xyzzy"))
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["tune", "--help"], ["reproduce", "--help"], ["models", "--help"]]
-)
-def test_help_is_quick_because_it_imports_no_torch(arguments):
-    program = (
-        "import sys\n"
-        "from confitune.cli import main\n"
-        f"sys.argv = ['confitune', *{arguments}]\n"
-        "try:\n    main()\n"
-        "except SystemExit as stop:\n    code = stop.code\n"
-        "print('CODE', code or 0)\n"
-        "print('HEAVY', sorted({'torch', 'timm', 'torchvision', 'matplotlib', 'numpy'} & set(sys.modules)))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "120"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    said = plain(done.stdout)
-    assert "Usage" in said
-    assert "CODE 0" in said
-    assert "HEAVY []" in said
-    expected = {"--help": ["run", "models"], "run": ["--dataset", "--resume", "--method"], "models": ["pattern"]}
-    expected |= {"tune": ["--grid", "--option", "--resume", "--no-retrain"], "reproduce": ["--datasets", "--quick"]}
-    assert all(word in said for word in expected[arguments[0]])
-
-
-@pytest.mark.parametrize("command", ["run", "tune"])
-def test_help_shows_how_datasets_are_joined(confitune, command):
-    said = " ".join(confitune(command, "--help").out.replace("│", " ").split())
-    assert "photos:1-2+digits:1+photos:3-5" in said
-    assert "or your own FILE.py:FUNCTION" in said
-    assert "use only the first N tasks" in said
-
-
-def test_help_shows_how_a_run_can_be_made_faster(confitune):
-    said = confitune("run", "--help").out
-    for option in ("--step", "--precision", "--parallel-seeds"):
-        assert option in said
-
-
-def test_help_of_settings_is_what_the_settings_say(confitune):
-    shown = {command: " ".join(confitune(command, "--help").out.replace("│", " ").split()) for command in COMMANDS}
-    assert 20 <= len(set(re.findall(r"(?<= )--[a-z][a-z-]+", shown["run"])) - {"--help", "--no-resume"}) <= 25
-    for said in shown.values():
-        assert "learning rate (paper: 0.01) [default: (0.01)]" in said
-        assert "--step [auto|eager|graph|compile]" in said
-    assert "--means [window|phase]" in shown["run"]
-    assert "[default: (window)]" in shown["run"]
-    assert "[default: (phase)]" in shown["reproduce"]
-    assert "--weight-decay" not in shown["run"]
-
-
-COMMANDS = ("run", "tune", "reproduce")
-
-
-def test_options_lists_every_setting(confitune):
-    said = confitune("options").out
-    fields = {**DataSettings.model_fields, **NetworkSettings.model_fields, **TrainSettings.model_fields}
-    assert all(cells(said, name)[2] for name in fields)
-    assert (cells(said, "weight_decay")[1], cells(said, "epochs")[1]) == ("0.0", "")
-    assert cells(said, "lr_milestones")[:2] == ["lr_milestones", "0.333, 0.667, 0.833"]
-    assert cells(said, "deterministic")[1] == "false"
-    assert cells(said, "cpr.beta") == ["cpr.beta", "0.05", "weight of the entropy term"]
-
-
-@pytest.mark.parametrize("command", [[], *([command.name] for command in cli.app.registered_commands)])
-def test_help_shows_no_types_of_python_and_no_files_that_are_not_installed(confitune, command):
-    said = confitune(*command, "--help").out
-    assert "--help" in said
-    assert not re.search(r"<(bool|list)", said)
-    assert not re.search(r"\b(results|recipes|docs|examples|benchmarks)/", said)
-    for recipe in set(re.findall(r"[\w-]+\.yaml", said)) - {"winner.yaml"}:  # which `tune` writes
-        assert read_recipe(recipe)
-
-
-def test_without_arguments_help_is_shown(confitune):
-    assert "Usage" in (said := confitune()).out + said.err
-    assert "run" in said.out + said.err
-
-
-# ---- tune and methods ------------------------------------------------------------------------------------------------
+# ---- tune ------------------------------------------------------------------------------------------------------------
 
 
 def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tmp_path):
@@ -787,75 +579,3 @@ def test_tune_takes_a_recipe_and_options_win_over_it(confitune, tmp_path, monkey
     assert search.validation(0.5).options == {"mas": {"strength": 7.0}, "cpr": {"beta": 0.5}}
     assert out == tmp_path / "out"
     assert (how["resume"], how["place"].parallel_seeds, how["retrain"]) == (True, 2, False)
-
-
-def test_it_says_its_version(confitune):
-    said = confitune("--version")
-    assert (said.code, said.out) == (0, f"confitune {__version__}\n")
-
-
-def test_a_method_that_diverges_does_not_cost_the_table_of_the_others(confitune, tiny, tmp_path):
-    said = confitune(
-        *("run", *tiny, "--method", "linear-probe", "--method", "ewc", "--set", "ewc.strength=1e30"),
-        *("--set", "clip_norm=null", "--set", "pull_limit=null", "--out", tmp_path / "out"),
-    )
-    assert said.code == 2
-    assert "the loss of task 'task2' became" in said.err
-    assert "linear-probe" in said.out
-
-
-@pytest.mark.parametrize("command", [["run"], ["tune", "ewc"], ["reproduce", "table2", "--datasets", "digits"]])
-def test_runs_are_done_where_they_are_asked_for(confitune, tmp_path, monkeypatch, command):
-    asked = []
-
-    def nowhere(**options):
-        asked.append({name: value for name, value in options.items() if name != "console"})
-        raise ConfituneError("there is no such place")
-
-    monkeypatch.setattr("confitune.experiments.runs.runner.open_place", nowhere)
-    there = ["--on", "head:6379", "--gpus-per-run", 0.2, "--cpus-per-run", 3, "--parallel-seeds", 2]
-    for options in ([], there):
-        assert "there is no such place" in refused(confitune(*command, *options, "--out", tmp_path))
-    assert asked == [
-        {"on": "local", "parallel_seeds": 1, "gpus_per_run": None, "cpus_per_run": None},
-        {"on": "head:6379", "parallel_seeds": 2, "gpus_per_run": 0.2, "cpus_per_run": 3},
-    ]
-
-
-def test_methods_lists_all_of_them(confitune):
-    said = confitune("methods")
-    assert said.code == 0
-    assert cells(said.out, "confit")[3:5] == ["50,653", "0"]
-    assert cells(said.out, "ewc")[3:5] == ["5,130", "22,353,024"]
-    assert "a task has 10 classes, and its head is included" in " ".join(said.out.split())
-
-
-def test_methods_with_a_name_shows_its_options(confitune):
-    said = confitune("methods", "mas-cpr")
-    assert said.code == 0
-    numbers = ["0.05", "0.2", "0.02", "0.01", "0.1"]
-    assert cells(said.out, "cpr.beta") == ["cpr.beta", *numbers, "weight of the entropy term"]
-    assert "confitune tune mas-cpr" in said.out
-    assert "no method 'mass': did you mean 'mas'?" in refused(confitune("methods", "mass"))
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs limits on the size of files")
-def test_a_disk_that_is_full_is_said_and_what_was_there_stays(ran):
-    out, arguments = ran
-    before = contents(out)
-    more = [*map(str, arguments), "--resume", "--seeds", "2"]
-    code = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
-        f"from confitune.cli import main; sys.argv = ['confitune', *{more!r}]; main()"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "200"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "File too large" in done.stderr
-    after = contents(out)
-    kept = [path for path in before if path.name in ("runs.jsonl", "checkpoint.pt", "checkpoint.before.pt")]
-    assert len(kept) >= 3
-    assert all(after[path] == before[path] for path in kept)
-    assert not list(out.rglob("*.partial"))

@@ -2,11 +2,13 @@
 
 import csv
 import json
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,24 +20,8 @@ from confitune import cli
 from confitune.deploy import Bundle, Predictor, changing, check_tasks
 from confitune.errors import ConfituneError
 from confitune.methods import METHODS
-from deploy.shared import contents, guess, plain, settling
-
-SOURCE = Path(cli.__file__).parents[2]
-
-
-def refused(said):
-    """The message of an error that a user can act on."""
-    assert said.code == 2
-    assert "Traceback" not in said.err + said.out
-    assert said.err.startswith("error: ")
-    return said.err.removeprefix("error: ").strip()
-
-
-def rows(out):
-    """The cells of a printed table."""
-    lines = [line for line in out.splitlines() if line.startswith("│")]
-    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
-
+from deploy.shared import contents, guess, settling
+from program import SOURCE, plain, refused, rows
 
 # ---- learn -----------------------------------------------------------------------------------------------------------
 
@@ -569,3 +555,17 @@ def test_a_terminal_without_unicode(taught_once, tmp_path):
     program = [sys.executable, "-m", "confitune", "tasks", str(path)]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, "\\u9ce5" in done.stdout) == (0, True)
+
+
+def test_a_command_says_it_on_the_terminal(taught, monkeypatch, capsys):
+    path = taught(2)
+    (path / "bundle.json").write_bytes(b"{")
+    monkeypatch.setattr(logging.root, "handlers", [])  # those of the tests
+    monkeypatch.setattr(sys, "argv", ["confitune", "tasks", str(path)])
+    with suppress(SystemExit):
+        cli.main()
+    said = capsys.readouterr()
+    assert "bundle.json is damaged" in said.err
+    assert "is used as it was before its last change" in said.err
+    assert "reds" in said.out
+    assert "stripes" not in said.out
