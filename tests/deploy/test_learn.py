@@ -18,7 +18,7 @@ from confitune.deploy import Bundle, BundleError, LearnSettings, Predictor, chan
 from confitune.deploy.bundle import BundleChange
 from confitune.engine import DivergedError, TaskFit
 from confitune.tasks import DataMissingError, Images
-from deploy.shared import answers, checked
+from deploy.shared import answers, checked, damage_task, edited
 from deploy.shared import contents_and_times as contents
 
 learning = importlib.import_module("confitune.deploy.learn")  # the package has a function of that name
@@ -531,3 +531,19 @@ def test_the_last_change_is_undone_once(taught, teach, taught_once):
         go_back(Bundle.open(path))
     teach("stripes", path)
     assert what_it_learned(path) == what_it_learned(taught_once[2])
+
+
+def test_learning_goes_on_beside_damaged_tasks(taught, teach):
+    path = taught(3)
+    damage_task(path, "greens")  # the last one, which the new one would start from
+    damage_task(path, "reds")
+    report = teach("checks", path)
+    assert [change.task for change in report.changes] == ["stripes"]
+    assert list(Bundle.open(path).tasks) == ["reds", "stripes", "greens", "checks"]
+
+
+def test_learning_into_a_bundle_without_tasks_says_so(taught, teach):
+    path = taught(1)
+    edited(path / "bundle.json", tasks={})
+    with pytest.raises(BundleError, match="no task that a new one could start from"):
+        teach("stripes", path)

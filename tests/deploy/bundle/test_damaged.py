@@ -3,19 +3,13 @@
 import importlib
 import logging
 import shutil
-import sys
-from contextlib import suppress
-from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from confitune import cli
-from confitune.deploy import Bundle, BundleError, TaskRecord, changing, examine, go_back
+from confitune.deploy import Bundle, BundleError, changing, examine
 from confitune.deploy.bundle.store import Store
-from deploy.shared import NETWORK, add, answers, backbone_of, contents, edited, flipped
+from deploy.shared import answers, backbone_of, contents, flipped
 
 learning = importlib.import_module("confitune.deploy.learn")  # the package has a function of that name
 
@@ -113,14 +107,6 @@ def test_where_both_states_are_damaged_the_newest_is_named(taught):
         Bundle.open(path)
 
 
-@pytest.mark.parametrize("number", [1, 2, 4])
-def test_another_format_is_no_damage(taught, number):
-    path = taught(2)
-    edited(path / "bundle.json", format=number)
-    with pytest.raises(BundleError, match=rf"was written by another version of confitune \(format {number}, not 3\)"):
-        Bundle.open(path)
-
-
 def test_a_bundle_that_is_changed_twice_while_it_is_opened_is_not_called_damaged(
     taught, taught_once, monkeypatch, warned
 ):
@@ -136,20 +122,6 @@ def test_a_bundle_that_is_changed_twice_while_it_is_opened_is_not_called_damaged
     bundle = Bundle.open(path)
     assert list(bundle.tasks) == ["reds", "stripes", "greens"]
     assert (bundle.damage, warned()) == (None, [])
-
-
-def test_a_command_says_it_on_the_terminal(taught, monkeypatch, capsys):
-    path = taught(2)
-    (path / "bundle.json").write_bytes(b"{")
-    monkeypatch.setattr(logging.root, "handlers", [])  # those of the tests
-    monkeypatch.setattr(sys, "argv", ["confitune", "tasks", str(path)])
-    with suppress(SystemExit):
-        cli.main()
-    said = capsys.readouterr()
-    assert "bundle.json is damaged" in said.err
-    assert "is used as it was before its last change" in said.err
-    assert "reds" in said.out
-    assert "stripes" not in said.out
 
 
 # ---- nothing is changed ----------------------------------------------------------------------------------------------
@@ -213,89 +185,3 @@ def test_repair_goes_back_for_good(taught, taught_once, teach, part):
     teach("stripes", path)  # and it is learned on from there
     assert Bundle.open(path).manifest.lineage == Bundle.open(taught_once[2]).manifest.lineage
     assert examine(path).findings == []
-
-
-# ---- damage to what is kept for it -----------------------------------------------------------------------------------
-
-
-def test_a_change_replaces_a_damaged_manifest_before(taught):
-    path = taught(2)
-    old = backbone_of(path, "bundle.before.json")
-    (path / "bundle.before.json").write_bytes(b"{")
-    bundle, manifest = Bundle.open(path), (path / "bundle.json").read_bytes()
-    assert old in bundle.leftovers()  # nothing says any more that it is needed
-    with changing(bundle) as change:
-        change.rename_task("reds", "rot")
-    assert (path / "bundle.before.json").read_bytes() == manifest
-    assert not old.exists()
-    assert examine(path).findings == []
-
-
-def test_a_manifest_before_that_cannot_be_written_is_no_change(taught, monkeypatch):
-    path = taught(2)
-    before, real = contents(path), Store.write_manifest
-
-    def full(self, name, manifest):
-        if name == "bundle.before.json":
-            raise OSError(28, "No space left on device")
-        real(self, name, manifest)
-
-    monkeypatch.setattr(Store, "write_manifest", full)
-    bundle = Bundle.open(path)
-    with pytest.raises(OSError, match="No space left"), changing(bundle) as change:
-        change.rename_task("reds", "rot")
-    assert list(bundle.tasks) == ["reds", "stripes"]
-    assert contents(path) == before
-
-
-def test_a_change_that_ends_between_the_two_manifests_has_not_happened(taught, monkeypatch):
-    path = taught(2)
-    real = Store.write_manifest
-
-    def killed(self, name, manifest):
-        if name == "bundle.json":
-            raise KeyboardInterrupt
-        real(self, name, manifest)
-
-    monkeypatch.setattr(Store, "write_manifest", killed)
-    bundle = Bundle.open(path)
-    with pytest.raises(KeyboardInterrupt), changing(bundle) as change:
-        change.rename_task("reds", "rot")
-    monkeypatch.undo()
-    assert (path / "bundle.json").read_bytes() == (path / "bundle.before.json").read_bytes()
-    assert list(Bundle.open(path).tasks) == ["reds", "stripes"]
-    with pytest.raises(BundleError, match="can be undone"):
-        go_back(Bundle.open(path))
-    assert all(finding.remedy == "deleted" for finding in examine(path, repair=True).findings)
-    assert examine(path).findings == []
-
-
-# ---- what changes say ------------------------------------------------------------------------------------------------
-
-NAMES = st.sampled_from("abcdefg")
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["add", "rename", "remove", "check"]), NAMES, NAMES), max_size=12))
-def test_a_bundle_is_a_plain_list_of_tasks(tmp_path_factory, real, backbone, steps):
-    path, plain = tmp_path_factory.mktemp("steps") / "model", {"first": 50.0}
-    bundle = Bundle(path, NETWORK)
-    with patch("os.fsync"), changing(bundle) as change:
-        add(change, "first", real, 1, shared=backbone)
-        for number, (kind, name, other) in enumerate(steps):
-            if kind in ("add", "check") and name not in plain:
-                checked = {"first": float(number)} if kind == "check" and "first" in plain else {}
-                stored = change.store_task({"head.bias": torch.full((2,), float(number))}, "ab")
-                change.add_task(name, TaskRecord(classes=("a", "b"), file=stored), checked=checked)
-                plain = {**plain, name: None, **checked}
-            elif kind == "rename" and name in plain and other not in plain:
-                change.rename_task(name, other)
-                plain = {other if task == name else task: value for task, value in plain.items()}
-            elif kind == "remove" and name in plain and len(plain) > 1:
-                change.remove_task(name)
-                del plain[name]
-        found = Bundle.open(path)
-        for state in (bundle, found):
-            assert [(name, record.checked) for name, record in state.tasks.items()] == [*plain.items()]
-        assert bundle.leftovers() == []
-    assert found.manifest.version == bundle.manifest.version

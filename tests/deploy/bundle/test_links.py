@@ -9,7 +9,6 @@ import pytest
 from confitune.deploy import Bundle, BundleError, Predictor
 from confitune.deploy.bundle.format import FOLDERS
 from confitune.deploy.bundle.store import Store
-from confitune.files import open_plain
 from deploy.shared import contents
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links and pipes as POSIX has them")
@@ -91,13 +90,3 @@ def test_a_pipe_in_place_of_a_task_does_not_hang(taught):
     os.mkfifo(file)
     with pytest.raises(BundleError, match="not a regular file"):
         Bundle.open(path).task_state("reds")
-
-
-def test_only_plain_files_are_opened(tmp_path):
-    (tmp_path / "plain").write_bytes(b"as it is")
-    with open_plain(tmp_path / "plain") as file:
-        assert file.read() == b"as it is"
-    (tmp_path / "link").symlink_to(tmp_path / "plain")
-    for name in ("link", "."):
-        with pytest.raises(OSError, match="not a regular file"):
-            open_plain(tmp_path / name)
