@@ -4,7 +4,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from confitune.engine import EpochEnd, Listener
-from confitune.engine.events import Listeners
 from confitune.engine.logs import CsvLog, TensorBoardLog, run_logs
 
 
@@ -94,38 +93,6 @@ def test_tensorboard_holds_what_was_measured(make_run, tmp_path):
         assert scalars(f"test/task {task + 1}") == pytest.approx(expected, rel=1e-6)
     averages = {after + 1: matrix[: after + 1, after].mean() for after in range(3)}
     assert scalars("test/average") == pytest.approx(averages, rel=1e-6)
-
-
-def test_several_listeners_hear_the_same_in_order():
-    heard = []
-
-    class Hears(Listener):
-        def __init__(self, name):
-            self.name = name
-
-        def __getattribute__(self, hook):
-            if hook == "name" or hook.startswith("__"):
-                return super().__getattribute__(hook)
-            return lambda *args: heard.append((self.name, hook, args))
-
-    both = Listeners((Hears("a"), Hears("b")))
-    calls = {
-        "run_started": ("confit", ["t"], 5, 0),
-        "task_started": (0, "t", 0),
-        "stage_started": ("head",),
-        "busy_with": ("judging",),
-        "step_done": (1, 3),
-        "epoch_ended": ("end",),
-        "task_tested": (1, 2),
-        "task_ended": (0, [50.0]),
-        "waiting": (bool,),
-        "note": ("odd",),
-    }
-    for hook, args in calls.items():
-        getattr(both, hook)(*args)
-    assert heard == [(name, hook, args) for hook, args in calls.items() for name in "ab"]
-    hooks = {name for name, value in vars(Listener).items() if callable(value)}
-    assert hooks == set(calls)  # none is left out
 
 
 def test_half_a_line_of_a_killed_process_is_dropped_when_a_run_goes_on(tmp_path):
