@@ -422,7 +422,7 @@ def test_a_missing_recipe(confitune, tmp_path):
         ("--dataset photos:1+digit:2", "there is no dataset 'digit'; did you mean 'digits'?"),
         ("--dataset photos:1+digits:6", "digits has 5 tasks, so digits:6 is impossible"),
         ("--dataset photos:1+digits:1 --tasks 3", "photos:1+digits:1 has 2 tasks, so tasks=3 is impossible"),
-        ("--dataset photos:1+digits:1 --method finetune --method joint", "leave the method joint out"),
+        ("--dataset photos:1+digits:1 --method finetune --method joint", "or leave joint out"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_one_message(confitune, tiny, tmp_path, no_runs, options, expected):
