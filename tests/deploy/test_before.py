@@ -9,8 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from confitune import cli
 from confitune.deploy import Bundle, BundleError, TaskRecord, changing, examine, go_back

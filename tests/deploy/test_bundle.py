@@ -17,9 +17,7 @@ from confitune.deploy.bundle import StoredFile
 from confitune.deploy.bundle.format import check_name
 from confitune.nn import XconvNorms
 from confitune.tasks import load_folder_task
-from deploy.shared import NETWORK as SMALLER
-from deploy.shared import backbone_of, damage_task, edited, flipped
-from deploy.shared import contents_and_times as contents
+from deploy.shared import NETWORK as SMALLER, backbone_of, contents_and_times as contents, damage_task, edited, flipped
 
 NETWORK = SMALLER.model_copy(update={"size": 64})
 
