@@ -80,6 +80,7 @@ class RunResult(BaseModel):
     weights: str
     weights_sha256: str  # of the pre-trained backbone
     final_sha256: str  # of everything the network holds at the end
+    data: Count = 0  # checksum of the images and labels; 0: not known
     seconds: float = Field(ge=0)
     images_per_second: float = Field(ge=0)  # while training
     command: str
