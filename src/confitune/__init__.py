@@ -6,26 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from confitune.engine import TrainSettings, evaluate, fit
-    from confitune.errors import ConfituneError
-    from confitune.methods import create_method
-    from confitune.nn import ContinualNet, create_backbone
-    from confitune.tasks import TaskSequence, load_tasks
+    from confitune.engine import TrainSettings as TrainSettings, evaluate as evaluate, fit as fit
+    from confitune.errors import ConfituneError as ConfituneError
+    from confitune.methods import create_method as create_method
+    from confitune.nn import ContinualNet as ContinualNet, create_backbone as create_backbone
+    from confitune.tasks import TaskSequence as TaskSequence, load_tasks as load_tasks
 
 __version__ = "0.2.0"
-
-__all__ = [
-    "ConfituneError",
-    "ContinualNet",
-    "TaskSequence",
-    "TrainSettings",
-    "create_backbone",
-    "create_method",
-    "evaluate",
-    "fit",
-    "load_tasks",
-]
-
 _HOMES = {
     "ConfituneError": "errors",
     "ContinualNet": "nn",

@@ -47,7 +47,7 @@ def test_what_broke_off_in_a_bundle_is_swept_away(photos):
     assert list(Bundle.open(photos / "model").tasks) == ["colours"]
 
 
-@pytest.mark.parametrize("part", ["backbones", "tasks", "held-out"])
+@pytest.mark.parametrize("part", ["backbones", "tasks", "held-out", "bundle.before.json"])
 def test_damage_in_a_bundle_is_named_and_nothing_is_removed(photos, part):
     path = photos / "model" / part
     path = next(path.iterdir()) if path.is_dir() else path

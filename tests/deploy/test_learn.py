@@ -18,8 +18,7 @@ from confitune.deploy import Bundle, BundleError, LearnSettings, Predictor, chan
 from confitune.deploy.bundle import BundleChange
 from confitune.engine import DivergedError, TaskFit
 from confitune.tasks import DataMissingError, Images
-from deploy.shared import answers, checked, damage_task, edited
-from deploy.shared import contents_and_times as contents
+from deploy.shared import answers, checked, contents_and_times as contents, damage_task, edited
 
 learning = importlib.import_module("confitune.deploy.learn")  # the package has a function of that name
 

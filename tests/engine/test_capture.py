@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from confitune.engine import Executor, Listener, TrainSettings, fit, library_switches
-from confitune.engine.capture import _compiled as compile_backbone
-from confitune.engine.capture import _Drawing
+from confitune.engine.capture import _compiled as compile_backbone, _Drawing
 from confitune.errors import ConfituneError
 from confitune.tasks import TaskSequence
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from confitune.engine import Listener, evaluate
-from confitune.engine import label_space as module
+from confitune.engine import Listener, evaluate, label_space as module
 from confitune.engine.evaluation import outputs
 from confitune.errors import ConfituneError
 from confitune.methods import METHODS, create_method

@@ -6,8 +6,7 @@ import time
 import pytest
 import torch
 
-from confitune.engine import Turns
-from confitune.engine import parallel as parallel_module
+from confitune.engine import Turns, parallel as parallel_module
 
 
 def steps(turns, run, count, diary, end=None):

@@ -23,8 +23,7 @@ from confitune.engine import (
     evaluate,
     fit,
 )
-from confitune.methods import best as best_file
-from confitune.methods import create_method, hierarchical
+from confitune.methods import best as best_file, create_method, hierarchical
 from confitune.methods.linear import fit_linear, folds_of
 
 HEAD, CHANGES, ALL = ("head",), ("norms", "deltas", "head"), ("norms", "moments", "deltas", "head")

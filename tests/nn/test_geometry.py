@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import assume, example, given
-from hypothesis import strategies as st
+from hypothesis import assume, example, given, strategies as st
 
 from confitune.nn.geometry import ConvGeometry
 

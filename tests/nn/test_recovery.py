@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import assume, event, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, event, given, settings, strategies as st
 from timm.layers import Conv2dSame
 from torch import Tensor, nn
 

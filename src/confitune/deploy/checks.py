@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from confitune.deploy.bundle import Bundle, BundleError, DamagedError, changing, go_back
+from confitune.deploy.bundle.format import BEFORE
 from confitune.deploy.predictor import Predictor
 from confitune.engine import evaluate
 from confitune.errors import ConfituneError
@@ -68,6 +69,9 @@ def examine(folder: Path, repair: bool = False) -> Examination:
             found.findings.append(Finding(f"task {task!r}: {error}"))
     if bundle.damage is not None:  # what is left over shows when it is mended
         return found
+    if bundle.files.read_before() is None:
+        lost = "the last change cannot be undone; the next one writes it anew"
+        found.findings.append(Finding(f"{folder / BEFORE} is damaged or gone: {lost}"))
     for path in bundle.leftovers():
         found.findings.append(Finding(f"{path} is left from a change that broke off", "deleted"))
     if repair and found.findings:

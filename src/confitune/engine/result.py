@@ -29,7 +29,7 @@ Points = Annotated[float, Field(ge=-100 - 1e-3, le=100 + 1e-3)]  # a difference 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class TaskEntry(TypedDict):
+class TaskSummary(TypedDict):
     """One task of a run."""
 
     name: str
@@ -72,7 +72,7 @@ class RunResult(BaseModel):
     accuracy_matrix: list[list[Percent | None]] = Field(min_length=1)  # [i][j]: task i after training task j
     # Of each task right after its training, where means are recovered: with running means, before that is done.
     as_learned: list[Percent] | None = None
-    tasks: list[TaskEntry] = Field(min_length=1)  # joint training has one, of all classes
+    tasks: list[TaskSummary] = Field(min_length=1)  # joint training has one, of all classes
     config: dict[str, Any]
     versions: dict[str, str]
     device: str
@@ -80,6 +80,7 @@ class RunResult(BaseModel):
     weights: str
     weights_sha256: str  # of the pre-trained backbone
     final_sha256: str  # of everything the network holds at the end
+    data: Count = 0  # checksum of the images and labels; 0: not known
     seconds: float = Field(ge=0)
     images_per_second: float = Field(ge=0)  # while training
     command: str

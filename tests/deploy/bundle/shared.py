@@ -5,8 +5,7 @@ import json
 import torch
 
 from confitune.deploy import Bundle, TaskRecord, changing
-from deploy.shared import NETWORK as SMALLER
-from deploy.shared import backbone_of
+from deploy.shared import NETWORK as SMALLER, backbone_of
 
 NETWORK = SMALLER.model_copy(update={"size": 64})
 

@@ -6,15 +6,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from confitune.deploy import Bundle, BundleError, TaskRecord, changing, examine, go_back
 from confitune.deploy.bundle.store import Store
 from confitune.nn import XconvNorms
 from deploy.bundle.shared import NETWORK, backbone_name, by_hand, logits, read_everything, same_tensors, sums_name
-from deploy.shared import add, backbone_of, damage_task
-from deploy.shared import contents_and_times as contents
+from deploy.shared import add, backbone_of, contents_and_times as contents, damage_task
 
 # ---- changes ---------------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,7 @@ from confitune.deploy import Bundle, BundleError, changing, go_back
 from confitune.deploy.bundle import StoredFile
 from confitune.deploy.bundle.store import Store
 from deploy.bundle.shared import no_way_back, read_everything
-from deploy.shared import contents_and_times as contents
-from deploy.shared import flipped
+from deploy.shared import contents_and_times as contents, flipped
 
 
 def test_tensors_come_back_as_they_were_stored(tmp_path, real):

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from confitune.deploy.export import check_export, export_network
-from confitune.deploy.export import export as exporting
-from confitune.deploy.export import onnx as onnx_format
+from confitune.deploy.export import check_export, export as exporting, export_network, onnx as onnx_format
 from confitune.errors import ConfituneError
 from confitune.nn import Norms
 

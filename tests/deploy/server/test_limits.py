@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from confitune.deploy import Prediction
 from confitune.deploy.server import Limits, create_app

@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from confitune.errors import ConfituneError
-from confitune.experiments.paper import reproduce as session_module
-from confitune.experiments.paper import tables
+from confitune.experiments.paper import reproduce as session_module, tables
 from confitune.experiments.paper.outcome import Outcome
 from confitune.experiments.paper.plan import Part, Scope, read_scope
 from confitune.experiments.paper.reproduce import WHATS, parts_of, reproduce

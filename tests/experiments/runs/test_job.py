@@ -1,6 +1,10 @@
 """Runs side by side in one process, and folders that another process works in."""
 
+import io
+
 import pytest
+from PIL import Image
+from rich.console import Console
 
 from confitune.engine import SequenceRun
 from confitune.errors import ConfituneError
@@ -101,3 +105,23 @@ def test_what_a_killed_process_left_half_written_is_gone_after_a_resume(values, 
     (folder / f"checkpoint.{'0' * 32}.partial").write_bytes(b"half")
     run_recipe(recipe, tmp_path, resume=True)
     assert list(folder.glob("*.partial")) == []
+
+
+def test_photos_that_were_replaced_since_finished_runs_are_pointed_out(values, tmp_path):
+    for label, colour in (("red", (200, 20, 20)), ("green", (20, 200, 20))):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for n in range(10):
+            Image.new("RGB", (40, 40), (colour[0], colour[1], n)).save(tmp_path / "photos" / label / f"{n}.png")
+    photos = {"dataset": f"folder:{tmp_path / 'photos'}", "methods": ["linear-probe"], "batch_size": 4, "tasks": None}
+
+    def said(seeds):
+        console = Console(file=io.StringIO(), force_terminal=False, width=300)
+        recipe = make_recipe({**values, **photos, "seeds": seeds, "cache_dir": tmp_path / "cache"})
+        run_recipe(recipe, tmp_path / "out", place=Place(console), resume=True)
+        return console.file.getvalue()
+
+    told = "are not those of the finished runs"
+    assert told not in said(1)
+    assert told not in said(2)
+    Image.new("RGB", (40, 40), (0, 0, 255)).save(tmp_path / "photos/red/3.png")
+    assert told in said(3)

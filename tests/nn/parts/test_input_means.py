@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import unfold
 

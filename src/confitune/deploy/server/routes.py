@@ -54,7 +54,7 @@ class PredictAnswer(BaseModel):
     milliseconds: float = Field(description="from the end of the request's body to the answer")
 
 
-class TaskEntry(BaseModel):
+class LearnedTask(BaseModel):
     """A task the model has learned: some of its record."""
 
     name: str
@@ -69,7 +69,7 @@ class TasksAnswer(BaseModel):
 
     name: str
     version: str = Field(description="another one after every change of the model")
-    tasks: list[TaskEntry]
+    tasks: list[LearnedTask]
     limits: dict[str, int] = Field(description="of a request: body_bytes, image_bytes and images")
 
 
@@ -186,7 +186,7 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, load: Load,
             name=predictor.name,
             version=predictor.version,
             tasks=[
-                TaskEntry(name=name, **{**vars(record), "accuracy": record.newest_accuracy})
+                LearnedTask(name=name, **{**vars(record), "accuracy": record.newest_accuracy})
                 for name, record in predictor.tasks.items()
             ],
             limits={name: getattr(limits, name) for name in ("body_bytes", "image_bytes", "images")},

@@ -24,7 +24,7 @@ from confitune.experiments.runs.identity import RUNS, WORK, file_name, finished_
 from confitune.experiments.runs.recipe import Recipe
 from confitune.files import exclusive, remove_partial
 from confitune.nn import Backbone, ContinualNet, create_backbone
-from confitune.settings import TrainSettings
+from confitune.settings import DataSettings, TrainSettings
 from confitune.tasks import Progress, TaskSequence
 
 LOCK = ".lock"  # in a run's folder
@@ -192,7 +192,17 @@ def _trained(job: Job, backbone: Backbone, sequence: TaskSequence, progress: Lis
         command=job.command,
     )
     run.resume()
+    _note_other_images(job, sequence, progress)
     try:
-        return run.run().model_copy(update={"measured": measured()})
+        return run.run().model_copy(update={"measured": measured(), "data": sequence.checksum})
     except engine.DivergedError as error:
         raise TrainingError(str(error)) from error
+
+
+def _note_other_images(job: Job, sequence: TaskSequence, listener: Listener) -> None:
+    """Say if photos were replaced since finished runs on the same tasks: they cannot be compared with this one."""
+    for other in finished_runs(job.out).values():
+        same = all(other.config.get(name) == job.config.get(name) for name in DataSettings.model_fields)
+        if same and other.data not in (0, sequence.checksum):
+            listener.note(f"the images of {sequence.name} are not those of the finished runs in {job.out}")
+            return
