@@ -244,6 +244,18 @@ def test_the_map_of_contributing_is_the_tree():
     assert targets <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
+def test_every_module_has_its_tests_where_it_is_itself():
+    package = ROOT / "src/confitune"
+    modules = {path.relative_to(package) for path in package.rglob("*.py") if not path.name.startswith("__")}
+    modules.remove(Path("errors.py"))  # names alone
+    files = {module: ROOT / "tests" / module.with_name(f"test_{module.name}") for module in modules}
+    missing = sorted(name_of(file) for file in files.values() if not file.exists())
+    assert not missing, f"{missing}: CONTRIBUTING.md says that tests/ mirrors src/confitune"
+    for module, file in files.items():
+        text = file.read_text(encoding="utf-8")
+        assert re.search(r"^def test_", text, re.MULTILINE), f"{name_of(file)} tests nothing of {module}"
+
+
 def test_one_version_everywhere():
     project = (ROOT / "pyproject.toml").read_text()
     (version,) = re.findall(r'^version = "(.*)"$', project, re.MULTILINE)
