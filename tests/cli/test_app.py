@@ -1,12 +1,16 @@
 """What all commands share: help that is quick, errors in one line, and how to go on after Ctrl-C."""
 
+import gc
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
+import typer
 
 from confitune import __version__
+from confitune.cli.app import importing, say, shown, stoppable
 from confitune.engine import SequenceRun
 from found import contents
 from program import SOURCE, plain, refused
@@ -81,3 +85,39 @@ def test_a_disk_that_is_full_is_said_and_what_was_there_stays(ran):
     assert len(kept) >= 3
     assert all(after[path] == before[path] for path in kept)
     assert not list(out.rglob("*.partial"))
+
+
+# ---- its functions ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_stoppable_ends_as_after_ctrl_c_and_other_errors_go_through(capsys):
+    with pytest.raises(typer.Exit) as exit_, stoppable("call again"):
+        raise KeyboardInterrupt
+    assert exit_.value.exit_code == 130
+    assert plain(capsys.readouterr().err) == "stopped; call again\n"
+    with pytest.raises(ValueError, match="another"), stoppable("call again"):
+        raise ValueError("another")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_text_is_said_as_it_is(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "[red]a[/x] 12 'b' \x1b[2J\r\u202e " + "long " * 30 + "\nnext"
+    say(text)
+    said = capsys.readouterr().out
+    assert said == "[red]a[/x] 12 'b' \\x1b[2J\\r\\u202e " + "long " * 30 + "\nnext\n"
+
+
+def test_what_can_be_shown_is_shown():
+    assert shown("größe 鳥\nnext") == "größe 鳥\nnext"
+    assert shown(os.fsdecode(b"\xff.png")) == "\\udcff.png"
+
+
+def test_importing_leaves_the_collector_on():
+    for error in (None, ImportError):
+        with suppress(ImportError), importing():
+            assert not gc.isenabled()
+            if error:
+                raise error
+        assert gc.isenabled()
+    gc.unfreeze()

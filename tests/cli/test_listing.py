@@ -1,8 +1,10 @@
 """models, methods, options and doctor: what they list is what there is."""
 
 import os
+import re
 
 from confitune.settings import DataSettings, NetworkSettings, TrainSettings
+from deploy.shared import damage_task
 from program import cells, refused
 
 
@@ -64,3 +66,23 @@ def test_options_lists_every_setting(confitune):
     assert cells(said, "lr_milestones")[:2] == ["lr_milestones", "0.333, 0.667, 0.833"]
     assert cells(said, "deterministic")[1] == "false"
     assert cells(said, "cpr.beta") == ["cpr.beta", "0.05", "weight of the entropy term"]
+
+
+def test_doctor_names_damage_and_mends_what_can_be_mended(confitune, taught):
+    path = taught(2)
+    said = confitune("doctor", path)
+    assert (said.code, said.out.splitlines()[0]) == (0, f"{path}:")
+    assert said.out.endswith("no damage found\n")
+    assert all(f"task '{name}': " in said.out for name in ("reds", "stripes"))
+    left = path / "tasks" / f"{'1' * 64}.safetensors"
+    left.write_bytes(b"not committed")
+    damaged = damage_task(path, "reds")
+    said = confitune("doctor", path)
+    assert said.code == 1
+    assert re.search(rf"{left.name}.*: --repair: deleted\n", said.out)
+    assert re.search(rf"{damaged.name} is damaged.*: cannot be mended here\n", said.out)
+    assert left.exists()
+    said = confitune("doctor", path, "--repair")
+    assert (said.code, left.exists(), damaged.exists()) == (1, False, True)  # one is left
+    assert re.search(rf"{left.name}.*: deleted\n", said.out)
+    assert "is not a bundle" in refused(confitune("doctor", path / "tasks"))

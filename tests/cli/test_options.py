@@ -1,10 +1,14 @@
 """Options are made from settings: their help, their choices, and what is said of a wrong one."""
 
 import re
+from typing import get_args
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from confitune import cli
+from confitune.cli.options import FIELDS, CommandGroup, default_of, settings_option, with_settings
 from confitune.experiments.runs.recipe import read_recipe
 from found import run_of
 
@@ -72,3 +76,59 @@ def test_every_setting_can_be_set(confitune, tiny, tmp_path):
     told = {name: result.config[name] for name in ("weight_decay", "lr_milestones", "order_seed", "lr")}
     assert told == {"weight_decay": 1e-4, "lr_milestones": [0.5], "order_seed": 3, "lr": 0.02}
     assert result.execution == "fp32, eager, deterministic"
+
+
+# ---- how they are made -----------------------------------------------------------------------------------------------
+
+
+def test_defaults_in_words():
+    expected = {"lr": "0.01", "deterministic": "false", "lr_milestones": "0.333, 0.667, 0.833", "tasks": ""}
+    assert {name: default_of(name) for name in expected} == expected
+    assert (default_of("epochs"), default_of("batch_size")) == ("", "")  # the dataset's own win over the field's
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_an_option_says_what_its_setting_says(name):
+    kind, option = get_args(settings_option(name, "the paper's"))
+    assert type(None) in get_args(kind)  # not given
+    assert (option.help, option.show_default) == (FIELDS[name].description, "the paper's")
+    assert option.rich_help_panel in ("Data", "Network", "Training")
+    _, option = get_args(settings_option(name))
+    assert option.show_default == (default_of(name) or False)
+
+
+def test_choices_are_shown_and_a_switch_has_no_opposite():
+    assert get_args(settings_option("means"))[1].metavar == "[window|phase]"
+    assert get_args(settings_option("means"))[0] == str | None
+    assert get_args(settings_option("lr"))[1].metavar is None
+    app, asked = typer.Typer(cls=CommandGroup), []
+    app.command()(with_settings("deterministic")(lambda **settings: asked.append(settings)))
+    ends = [CliRunner().invoke(app, words).exit_code for words in ([], ["--deterministic"], ["--no-deterministic"])]
+    assert (ends, asked) == ([0, 0, 2], [{}, {"deterministic": True}])
+
+
+def test_a_command_gets_what_was_given_and_a_place_with_its_options():
+    app, asked = typer.Typer(cls=CommandGroup), []
+
+    def place(console, on: str = "local", share: float = 1.0):
+        return console, on, share
+
+    @app.command(name="go")
+    @with_settings("lr", "means", "batch_size", place=place)
+    def go(place, what: str, often: int = 1, **settings):
+        asked.append((what, often, settings, place("console")))
+
+    @app.command(name="stay")
+    @with_settings("lr")
+    def stay(**settings):
+        asked.append(settings)
+
+    calls = ["go there", "go there --often 3 --lr 0.5 --means phase --on head --share 0.2", "stay", "stay --lr 1"]
+    for call in calls:
+        assert CliRunner().invoke(app, call.split()).exit_code == 0
+    assert asked == [
+        ("there", 1, {}, ("console", "local", 1.0)),
+        ("there", 3, {"lr": 0.5, "means": "phase"}, ("console", "head", 0.2)),
+        {},
+        {"lr": 1.0},
+    ]

@@ -1,13 +1,73 @@
 """What a manifest may say: damage to it is noticed, and what none says is refused."""
 
+import hashlib
 import json
 
 import pytest
 
-from confitune.deploy import Bundle, BundleError
-from confitune.deploy.bundle.format import check_name
+from confitune.deploy import Bundle, BundleError, TaskRecord
+from confitune.deploy.bundle.format import Manifest, StoredFile, check_name
 from deploy.bundle.shared import no_way_back
-from deploy.shared import edited, flipped
+from deploy.shared import NETWORK, edited, flipped
+
+
+def stored(folder, digit):
+    return StoredFile(folder=folder, sha256=digit * 64, bytes=int(digit))
+
+
+def manifest(**values):
+    """Of one task that has everything a task can have."""
+    files = {"file": stored("tasks", "1"), "held_out": stored("held-out", "2"), "features": stored("features", "3")}
+    return Manifest(
+        **{
+            "network": NETWORK,
+            "backbone": stored("backbones", "4"),
+            "pretrained": stored("backbones", "5"),
+            "sums": stored("features", "6"),
+            "lineage": "7" * 64,
+            "tasks": {"birds of Sāmoa": TaskRecord(classes=("iʻa", "manu"), accuracy=1 / 3, **files)},
+            "versions": {"torch": "2.9"},
+            "written": "2026-05-01T12:00:00+00:00",
+            **values,
+        }
+    )
+
+
+def test_a_manifest_comes_back_from_its_bytes():
+    before = manifest()
+    after = Manifest.from_bytes(before.to_bytes(), "here")
+    assert after == before
+    assert (after.version, len(after.version)) == (before.version, 12)
+    said = json.loads(before.to_bytes())
+    text = json.dumps({key: said[key] for key in said if key != "checksum"}, sort_keys=True, ensure_ascii=False)
+    assert said["checksum"] == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_a_manifest_names_every_file_that_it_needs():
+    folders = ("tasks", "held-out", "features", "backbones", "backbones", "features")
+    assert manifest().files() == {f"{name}/{str(n) * 64}.safetensors" for n, name in enumerate(folders, 1)}
+    bare = manifest(pretrained=None, sums=None, tasks={"a": TaskRecord(classes=("x", "y"), file=stored("tasks", "1"))})
+    assert bare.files() == {f"tasks/{'1' * 64}.safetensors", f"backbones/{'4' * 64}.safetensors"}
+
+
+def test_every_change_is_another_version():
+    others = [
+        manifest(written="2026-05-02T12:00:00+00:00"),
+        manifest(lineage="8" * 64),
+        manifest(sums=None),
+        manifest(network=NETWORK.model_copy(update={"size": 64})),
+        manifest(tasks={"birds": manifest().tasks["birds of Sāmoa"]}),
+    ]
+    assert len({one.version for one in (manifest(), *others)}) == 1 + len(others)
+
+
+def test_a_network_says_what_its_tasks_are_learned_with():
+    assert NETWORK.learner().name == "confit"
+    assert NETWORK.model_copy(update={"means": "phase"}).learner().options.means == "phase"
+    best = NETWORK.model_copy(update={"method": "best", "options": {"rank": 2}})
+    assert (best.learner().name, best.learner().options.rank) == ("best", 2)
+    with pytest.raises(BundleError, match="learned with 'later', which this confitune does not have"):
+        NETWORK.model_copy(update={"method": "later"}).learner()
 
 
 def test_flipped_bytes_of_the_manifest_are_noticed(taught):
