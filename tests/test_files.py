@@ -3,10 +3,8 @@
 import errno
 import hashlib
 import os
-import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +22,7 @@ from confitune.files import (
     write_sealed,
     write_whole,
 )
+from locks import held_by_another, without_locks
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="links and pipes as POSIX has them")
 
@@ -138,25 +137,12 @@ def test_a_lock_is_waited_for_and_ends_with_the_process_that_holds_it(tmp_path):
     lock, waited = tmp_path / "new" / ".lock", []
     with exclusive(lock, not_waiting) as held:
         assert held
-    program = "import fcntl, sys\nfile = open(sys.argv[1])\nfcntl.flock(file, fcntl.LOCK_EX)\nprint('held', flush=True)"
-    other = subprocess.Popen(
-        [sys.executable, "-S", "-c", program + "\ninput()", str(lock)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with other:
-        assert other.stdout.readline() == "held\n"
-        with exclusive(lock, lambda: (waited.append("once"), other.kill())) as held:
-            assert held
+    with held_by_another(lock) as other, exclusive(lock, lambda: (waited.append("once"), other.kill())) as held:
+        assert held
     assert waited == ["once"]
 
 
-def no_locks(*_):
-    raise OSError(errno.ENOLCK, "No locks available")
-
-
-@pytest.mark.parametrize("locks", [None, SimpleNamespace(flock=no_locks, LOCK_EX=2, LOCK_NB=4)], ids=["Windows", "NFS"])
+@without_locks
 def test_where_there_are_no_locks_that_is_said(tmp_path, monkeypatch, locks):
     monkeypatch.setattr(files, "fcntl", locks)
     with exclusive(tmp_path / ".lock", not_waiting) as held:

@@ -6,7 +6,6 @@ lowest level that Python has: its audit events.
 
 import errno
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from confitune import cli
+from program import exit_code, plain
 
 _read_only: list[str] = []  # folders
 
@@ -82,11 +81,8 @@ def command(weights, photos, tmp_path, monkeypatch, capfd):
         words = made[name].split()
         words = [str(places.get(word, word)) for word in words]
         words = [word.replace("OUT", str(out), 1) if word.startswith("OUT") else word for word in words]
-        monkeypatch.setattr(sys, "argv", ["confitune", *words])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        said = capfd.readouterr()
-        return exit_.value.code or 0, re.sub(r"\x1b\[[0-9;]*m", "", said.out + said.err)
+        code, said = exit_code(monkeypatch, words), capfd.readouterr()
+        return code, plain(said.out + said.err)
 
     return command
 

@@ -8,12 +8,7 @@ from typer.testing import CliRunner
 from confitune.cli import app
 from confitune.deploy import Bundle, LearnSettings, examine, learn
 from confitune.errors import ConfituneError
-
-
-def flip(path, place=-1):
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
+from deploy.shared import flipped
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +47,7 @@ def test_damage_in_a_bundle_is_named_and_nothing_is_removed(photos, part):
     path = photos / "model" / part
     path = next(path.iterdir()) if path.is_dir() else path
     before = path.read_bytes()
-    flip(path, len(before) // 2)
+    path.write_bytes(flipped(before, len(before) // 2))
     try:
         (finding,) = examine(photos / "model", repair=True).findings
         assert path.name in finding.problem

@@ -20,6 +20,7 @@ import confitune
 from confitune import files
 from confitune.tasks import DataError, Pipeline, UnreadableImageError, store
 from confitune.tasks.store import ImageFile, open_store
+from locks import no_locks
 
 COUNT = 6
 CLEAN = Pipeline()
@@ -206,10 +207,7 @@ def test_a_full_disk_and_an_impossible_folder_are_explained(build, photos: Path,
 
 
 def test_works_where_the_file_system_has_no_locks(build, monkeypatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
     assert build()[1] == COUNT
     monkeypatch.setattr(files, "fcntl", None)
     assert build()[1] == 0

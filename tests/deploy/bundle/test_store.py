@@ -1,11 +1,7 @@
 """Files of tensors: what is written is read, what is no such file is refused, and damage is never passed over."""
 
-import errno
 import hashlib
 import json
-import subprocess
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +12,7 @@ from confitune.deploy.bundle import StoredFile
 from confitune.deploy.bundle.store import Store
 from deploy.bundle.shared import no_way_back, read_everything
 from deploy.shared import contents_and_times as contents, flipped
+from locks import held_by_another, without_locks
 
 
 def test_tensors_come_back_as_they_were_stored(tmp_path, real):
@@ -169,15 +166,7 @@ def test_a_file_with_another_content_under_its_true_hash_is_no_tensor(taught):
 def test_one_process_at_a_time(taught):
     path = taught(1)
     before = contents(path)
-    program = "import fcntl, sys\nfile = open(sys.argv[1])\nfcntl.flock(file, fcntl.LOCK_EX)\nprint('held', flush=True)"
-    other = subprocess.Popen(
-        [sys.executable, "-S", "-c", program + "\ninput()", str(path / ".lock")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with other:
-        assert other.stdout.readline() == "held\n"
+    with held_by_another(path / ".lock") as other:
         bundle = Bundle.open(path)
         busy = r"another process is changing .*model; try again when it is done"
         with pytest.raises(BundleError, match=busy), changing(bundle):
@@ -189,11 +178,7 @@ def test_one_process_at_a_time(taught):
         pass
 
 
-def no_locks(*_):
-    raise OSError(errno.ENOLCK, "No locks available")
-
-
-@pytest.mark.parametrize("locks", [None, SimpleNamespace(flock=no_locks, LOCK_EX=2, LOCK_NB=4)], ids=["Windows", "NFS"])
+@without_locks
 def test_nothing_is_changed_without_a_lock(taught, monkeypatch, locks):
     path = taught(2)
     before = contents(path)

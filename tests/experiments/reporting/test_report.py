@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 from scipy import stats
 
-from confitune import cli
 from confitune.errors import ConfituneError
 from confitune.experiments.reporting.report import write_pages, write_report
 from confitune.experiments.runs.identity import finished_runs
 from found import made_up, saved
+from program import exit_code
 
 NAN = math.nan
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -257,10 +257,7 @@ def test_the_page_is_html(folder, tmp_path):
 
 
 def called(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr("sys.argv", ["confitune", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    return stop.value.code or 0, capsys.readouterr()
+    return exit_code(monkeypatch, arguments), capsys.readouterr()
 
 
 def test_the_command_writes_it_and_says_where(folder, monkeypatch, capsys):
