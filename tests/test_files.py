@@ -4,7 +4,6 @@ import errno
 import hashlib
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -183,8 +182,8 @@ def test_a_file_is_run_once_and_again_when_it_has_changed(own):
 
 
 def test_a_file_that_fails_is_run_anew(own, tmp_path):
-    path = own(f"from pathlib import Path\nPath({str(tmp_path / 'there')!r}).read_text()")
+    path = own(f"from pathlib import Path\nvalue = Path({str(tmp_path / 'there')!r}).read_text()")
     with pytest.raises(FileNotFoundError):
         run_file(path)
-    Path(tmp_path / "there").touch()
-    run_file(path)
+    (tmp_path / "there").write_text("by now")
+    assert run_file(path).value == "by now"

@@ -265,8 +265,19 @@ def test_the_classifier_knows_held_out_images(tasks):
         right = chosen.logits(task.held_out).argmax(1) == first + task.held_out_labels
         assert right.double().mean() > 0.8  # chance is 1 in 9
         first += CLASSES[key]
-    one = calibrate(sums, {"a": tasks["a"], "b": tasks["b"], "c": tasks["c"]}.__getitem__)
-    assert (one.ridge, one.temperature, one.threshold) == (chosen.ridge, chosen.temperature, chosen.threshold)
+
+
+def test_what_is_chosen_is_what_the_images_of_all_tasks_at_once_lead_to(tasks):
+    sums = updated(None, CLASSES, tasks.__getitem__)
+    labels = torch.cat([tasks["a"].labels, 3 + tasks["b"].labels, 5 + tasks["c"].labels])  # the same of held-out images
+    held_out, train = (torch.cat([getattr(tasks[key], name) for key in "abc"]) for name in ("held_out", "train"))
+    found, expected = calibrate(sums, tasks.__getitem__), sums.calibrated(held_out, labels, (train, labels))
+    assert (found.ridge, found.temperature, found.threshold) == (
+        expected.ridge,
+        expected.temperature,
+        expected.threshold,
+    )
+    assert math.isfinite(found.threshold)
 
 
 def test_damaged_tasks_say_nothing_about_what_is_chosen(tasks):
