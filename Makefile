@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 DEMO_OUT ?= demo-run
-PYTEST_ARGS ?= -n auto
+PYTEST_ARGS ?= -n auto --dist loadgroup
 VENV ?= .venv
 # Versions that are installed: the lock; constraints-oldest.txt for the oldest; empty for the newest.
 CONSTRAINTS ?= constraints.txt

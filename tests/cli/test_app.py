@@ -102,10 +102,10 @@ def test_what_is_stoppable_ends_as_after_ctrl_c_and_other_errors_go_through(caps
 
 def test_a_text_is_said_as_it_is(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    text = "[red]a[/x] 12 'b' \x1b[2J\r\u202e " + "long " * 30 + "\nnext"
+    text = "[red]a[/x] 12 'b' \x1b[2J\r\u202e" + " long" * 30 + "\nnext"
     say(text)
     said = capsys.readouterr().out
-    assert said == "[red]a[/x] 12 'b' \\x1b[2J\\r\\u202e " + "long " * 30 + "\nnext\n"
+    assert said == "[red]a[/x] 12 'b' \\x1b[2J\\r\\u202e" + " long" * 30 + "\nnext\n"
 
 
 def test_what_can_be_shown_is_shown():
