@@ -32,11 +32,13 @@ class Colours(FakePredictor):
 
     def __init__(self):
         self.batches = []
+        self.decoded = []
         self.gate = threading.Event()
         self.gate.set()
         self.fails = None
 
     def decode(self, data, name="image"):
+        self.decoded.append(name)
         return torch.from_numpy(np.array(open_rgb(io.BytesIO(data), name=name).resize((4, 4)))).permute(2, 0, 1)
 
     def predict(self, pixels, tasks, top=5):
@@ -167,8 +169,8 @@ def test_requests_at_the_same_time_share_batches_and_each_gets_its_own_answer(cl
         while not colours.batches:
             time.sleep(0.002)
         others = [pool.submit(ask, case) for case in cases[1:]]
-        while client.get("/healthz").json()["queue_images"] != 8:
-            time.sleep(0.01)
+        until(lambda: client.get("/healthz").json()["queue_images"] == 8 and len(colours.decoded) == 9)
+        time.sleep(0.1)  # the last is being decoded
         colours.gate.set()
         answers = [future.result() for future in [first, *others]]
     assert answers == [[(task, name), top] for _, task, top, name in cases]
