@@ -18,6 +18,7 @@ from confitune.engine.feed import batches
 from confitune.errors import ConfituneError
 from confitune.methods import Method, create_method
 from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, Images, Preprocess, TaskSequence
+from killed import Killed, Killer, Starts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -451,32 +452,6 @@ def test_streams_side_by_side_give_the_same_bits_as_alone(make_run, ran):
         results = turns.run([run.run for run in runs])
     for seed, pair in enumerate(zip(runs, results, strict=True)):
         assert_same_bits(pair, ran(seed=seed, step="graph"))
-
-
-class Killed(Exception):
-    pass
-
-
-class Killer(Listener):
-    """Kills the run when an epoch has been trained and not yet been checkpointed."""
-
-    def __init__(self, task, epoch):
-        self.at = (task, epoch)
-
-    def epoch_ended(self, end):
-        if (end.task, end.epoch) == self.at:
-            raise Killed
-
-
-class Starts(Listener):
-    def __init__(self):
-        self.tasks, self.epochs = [], []
-
-    def task_started(self, task, name, first_epoch):
-        self.tasks.append((task, first_epoch))
-
-    def epoch_ended(self, end):
-        self.epochs.append((end.task, end.epoch))
 
 
 @pytest.mark.parametrize("name", [*SOME, "momentum", "confit phase running"])

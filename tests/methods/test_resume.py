@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from confitune.engine import Listener
+from killed import Killed, Killer, Starts
 
 CASES = {
     "ewc": ("ewc", {}, {}),
@@ -26,33 +26,6 @@ CASES = {
     "ccll": ("ccll", {}, {"lr_schedule": "step"}),
     "ccll identity frozen": ("ccll", {"ccll": {"start": "identity", "frozen": "always"}}, {}),
 }
-
-
-class Killed(Exception):
-    pass
-
-
-class Killer(Listener):
-    """Kills the run when `task` starts, or when its `epoch` has been trained and not yet been checkpointed."""
-
-    def __init__(self, task, epoch=None):
-        self.task, self.epoch = task, epoch
-
-    def task_started(self, task, name, first_epoch):
-        if task == self.task and self.epoch is None:
-            raise Killed
-
-    def epoch_ended(self, end):
-        if (end.task, end.epoch) == (self.task, self.epoch):
-            raise Killed
-
-
-class Starts(Listener):
-    def __init__(self):
-        self.tasks = []
-
-    def task_started(self, task, name, first_epoch):
-        self.tasks.append((task, first_epoch))
 
 
 def states(run):

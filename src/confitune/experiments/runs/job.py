@@ -7,7 +7,7 @@ device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -154,9 +154,11 @@ def side_by_side(
             if held:
                 remove_partial(job.folder)
             # Of the process that was waited for, or that died right after it.
-            result = finished_runs(job.out).get(job.key)
+            finished = finished_runs(job.out)
+            result = finished.get(job.key)
             if result is None:
                 with show(job) as progress:
+                    _note_other_images(job, sequence, finished.values(), progress)
                     result = _trained(job, backbone, sequence, progress, turn)
                 engine.add_result(job.out / RUNS, result)
             return result
@@ -192,16 +194,15 @@ def _trained(job: Job, backbone: Backbone, sequence: TaskSequence, progress: Lis
         command=job.command,
     )
     run.resume()
-    _note_other_images(job, sequence, progress)
     try:
         return run.run().model_copy(update={"measured": measured(), "data": sequence.checksum})
     except engine.DivergedError as error:
         raise TrainingError(str(error)) from error
 
 
-def _note_other_images(job: Job, sequence: TaskSequence, listener: Listener) -> None:
+def _note_other_images(job: Job, sequence: TaskSequence, finished: Iterable[RunResult], listener: Listener) -> None:
     """Say if photos were replaced since finished runs on the same tasks: they cannot be compared with this one."""
-    for other in finished_runs(job.out).values():
+    for other in finished:
         same = all(other.config.get(name) == job.config.get(name) for name in DataSettings.model_fields)
         if same and other.data not in (0, sequence.checksum):
             listener.note(f"the images of {sequence.name} are not those of the finished runs in {job.out}")
