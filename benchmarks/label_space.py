@@ -12,6 +12,7 @@ prediction of a given task.
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import tempfile
 import time
@@ -27,7 +28,7 @@ from confitune.deploy import Bundle, Network, Predictor, TaskRecord, changing
 from confitune.deploy.label_space import TaskFeatures
 from confitune.engine import TrainSettings, batches
 from confitune.methods.gaussian import FeatureSums, Gaussians
-from confitune.nn import Backbone, create_backbone
+from confitune.nn import Backbone, create_backbone, two_scales
 from confitune.tasks import Task, load_tasks
 from confitune.tasks.splits import hold_out
 
@@ -53,7 +54,7 @@ def main() -> None:
     options = parser.parse_args()
     device = TrainSettings(device=options.device).torch_device()
     backbone = create_backbone(options.model, options.weights)
-    net = backbone.module.to(device, memory_format=torch.channels_last).eval()
+    net = two_scales(copy.deepcopy(backbone.module)).to(device, memory_format=torch.channels_last).eval()
 
     @torch.no_grad()
     def of(task: Task, split: str) -> Split:
@@ -150,7 +151,7 @@ def timed(many: int, backbone: Backbone, device: str) -> dict[str, float]:
         size=224,
         weights=backbone.weights,
         weights_sha256=backbone.weights_sha256,
-        method="linear-probe",
+        method="best",
     )
     with tempfile.TemporaryDirectory() as folder:
         bundle, pretrained = Bundle(Path(folder) / "model", network), backbone.module.cpu()
@@ -159,7 +160,7 @@ def timed(many: int, backbone: Backbone, device: str) -> dict[str, float]:
             net = network.around(pretrained)
             net.add_task("0", [str(label) for label in range(_CLASSES)])
             net.eval()(torch.zeros(1, 3, 224, 224))
-            net.finish_task()
+            net.finish_task(owns=["head"])
             tasks = {}
             for number in range(many):
                 labels = torch.arange(_CLASSES).repeat(_IMAGES // _CLASSES)

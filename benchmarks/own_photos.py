@@ -169,17 +169,18 @@ def learned(
     """Accuracy of each task after the last, and what it was given, by `best` as `learn` uses it; a run for each order
     of tasks and seed, on a GPU side by side."""
     fits = []
+    on_gpu = TrainSettings(device=device).torch_device().type == "cuda"
     turns = Turns(len(runs), apart=1)
     for turn, (tasks, seed) in enumerate(runs):
         method = create_method("best", {"best": {"owns": owns}})
         settings = TrainSettings(**method.training(True, {"device": device, "seed": seed}))
         net = method.network(copy.deepcopy(backbone.module))
         sequence = TaskSequence("own photos", "clean", tuple(tasks))
-        fits.append(SequenceRun(net, sequence, method, settings, listeners=(turns.listener(turn),)))
-    where = settings.torch_device()
-    with library_switches(settings, settings.step_mode(where)):
+        listeners = (turns.listener(turn),) if on_gpu else ()
+        fits.append(SequenceRun(net, sequence, method, settings, listeners=listeners))
+    with library_switches(settings, settings.step_mode(settings.torch_device())):
         todo = [fit.run for fit in fits]
-        results = turns.run(todo) if where.type == "cuda" else [run() for run in todo]
+        results = turns.run(todo) if on_gpu else [run() for run in todo]
     found = []
     for (tasks, seed), fit, result in zip(runs, fits, results, strict=True):
         if result.fgt:

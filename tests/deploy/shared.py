@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -131,13 +132,15 @@ def add(change: BundleChange, name: str, real: dict[str, Tensor], seed: int, **m
     change.add_task(name, TaskRecord(classes=classes, file=stored, checked=50.0), **more)
 
 
-def settling(head):
+def settling(only_head):
     """In place of `Best.settle`: a head for every task, or training with moments of its own."""
 
     def settle(self, context):
-        if head:
+        if only_head:
             return self._settle(context, self._head(context), "told to")
         self._use_moments(context.net, True)
+        head = self._head(context)
+        self._fit = context.index, replace(head, right=torch.zeros_like(head.right))  # whatever training gives is kept
         return False
 
     return settle

@@ -25,7 +25,7 @@ def once(teach, tmp_path_factory):
     path = tmp_path_factory.mktemp("grow") / "model"
     for task in ("reds", "greens"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(METHODS["best"], "settle", settling(head=task == "reds"))
+            patch.setattr(METHODS["best"], "settle", settling(only_head=task == "reds"))
             teach(task, path, **({} if path.exists() else {"method": "best"}))
     return path
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from confitune.deploy.label_space import (
 )
 from confitune.engine import TrainSettings
 from confitune.methods.gaussian import FeatureSums
-from confitune.nn import ContinualNet, Head, headless
+from confitune.nn import ContinualNet, Head, build_model, headless, trace_flow, two_scales
 from confitune.tasks import Images, Preprocess, Task
 from deploy.shared import small
 
@@ -44,11 +45,8 @@ def tasks():
 
 
 def by_hand(tasks):
-    """Second moments, counts and sums of classes, in numpy: of square roots with their signs, of one length."""
-    units = {}
-    for key, task in tasks.items():
-        roots = np.sign(task.train.double().numpy()) * np.sqrt(np.abs(task.train.double().numpy()))
-        units[key] = roots / np.linalg.norm(roots, axis=1, keepdims=True) * math.sqrt(SIZE)
+    """Second moments, counts and sums of classes, in numpy."""
+    units = {key: task.train.double().numpy() for key, task in tasks.items()}
     counts = {key: [int((task.labels == k).sum()) for k in range(CLASSES[key])] for key, task in tasks.items()}
     sums = {
         key: np.stack([units[key][task.labels.numpy() == k].sum(0) for k in range(CLASSES[key])])
@@ -151,7 +149,10 @@ def changed(**values):
             changed(**{"held_out": torch.zeros(24, SIZE + 1, dtype=torch.int8), "held_out.scale": torch.ones(24, 1)}),
             "labels do not fit features",
         ),
-        (changed(own=torch.zeros(24, 1, dtype=torch.int8)), "not all images have features"),
+        (
+            changed(**{"own": torch.zeros(23, SIZE, dtype=torch.int8), "own.scale": torch.ones(23, 1)}),
+            "not all images have features",
+        ),
     ],
 )
 def test_a_state_that_is_none_is_refused(state, why):
@@ -313,8 +314,23 @@ def test_sums_that_make_no_classifier_are_refused(tasks):
     for found, said in (
         (impossible, state),
         (sums, {**state, "chosen": torch.ones(2)}),
+        (sums, {**state, "chosen": torch.tensor(1.0)}),
         (sums, {}),
         (FeatureSums(sums.second, {}, {}), state),
     ):
         with pytest.raises(BundleError, match="the sums of features make no classifier"):
             chosen_from_state(found, said, names)
+
+
+def test_the_page_says_what_features_and_sums_take():
+    models = ("resnet18", "tf_efficientnet_lite0")
+    numbers = [trace_flow(two_scales(headless(build_model(model)))).features[0] for model in models]
+    photo, sums, one_class = ([size(n) for n in numbers] for size in (int, lambda n: 4 * n * (n + 1), lambda n: 8 * n))
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    assert (
+        f"({photo[0] / 1e3:.1f} kB for a photo with ResNet18, {photo[1] / 1e3:.1f} kB with EfficientNet-Lite0, " in page
+    )
+    assert (
+        f"({sums[0] / 1e6:.1f} MB with ResNet18, {sums[1] / 1e6:.1f} MB with EfficientNet-Lite0, "
+        f"and {one_class[0] / 1e3:.0f} kB or {one_class[1] / 1e3:.0f} kB for each class)" in page
+    )

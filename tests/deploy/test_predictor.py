@@ -229,9 +229,14 @@ def test_the_leading_task_shares_out_its_probability(taught_once, pixels):
     guessed = predictor.predict(pixels["greens"], [None] * 8)
     assert sum(answer.task == "greens" for answer in guessed) >= 6
     given = predictor.predict(pixels["greens"], ["greens"] * 8)
-    for alone, among_all in zip(given, guessed, strict=True):
+    space, features = predictor._features(predictor.preprocess(pixels["greens"]))
+    first = space.probabilities(features)[:, [name == "greens" for name, _ in predictor._classes]]
+    for alone, among_all, shares in zip(given, guessed, first, strict=True):
         if among_all.task == "greens":
-            expected = {name: share * among_all.task_confidence for name, share in alone.classes}
+            own = dict(alone.classes)
+            both = torch.tensor([own[name] for name in predictor.tasks["greens"].classes]).double() * shares
+            both = among_all.task_confidence * both.sqrt() / both.sqrt().sum()
+            expected = dict(zip(predictor.tasks["greens"].classes, both.tolist(), strict=True))
             assert dict(among_all.classes) == pytest.approx(expected, abs=1e-5)
 
 

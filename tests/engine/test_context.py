@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from confitune.engine import Listener, TrainSettings
+from confitune.tasks import Images
 
 
 class Notes(Listener):
@@ -84,19 +85,7 @@ def test_the_order_of_batches_is_the_same_each_time_for_a_seed_and_a_task(begun)
     assert order_of(begun(index=1)) != first
 
 
-# ---- some ------------------------------------------------------------------------------------------------------------
-
-
-def test_epochs_use_only_the_images_that_they_are_told_to(begun):
-    context = begun()
-    every = torch.arange(46)
-    assert context.steps_an_epoch == 5
-    context.train_on(every[::2])
-    assert context.steps_an_epoch == 2
-    assert set(context._order("order", 0).tolist()) <= set(range(0, 46, 2))
-    context.train_on(every[:3])  # fewer than a batch are one
-    assert sorted(context._order("order", 0).tolist()) == [0, 1, 2]
-    assert context.steps_an_epoch == 1
+# ---- gradients and features ------------------------------------------------------------------------------------------
 
 
 def test_gradients_are_summed_over_batches_and_leave_no_trace(begun):
@@ -109,31 +98,41 @@ def test_gradients_are_summed_over_batches_and_leave_no_trace(begun):
     weight.requires_grad_(True)
     expected = torch.zeros_like(weight)
     torch.manual_seed(1)
-    for x, labels in list(context.batches(8))[:2]:
-        expected += torch.autograd.grad(cross_entropy(context.net(x), labels), [weight])[0]
+    order = context._order("gradients", 0)
+    for positions in (order[:8], order[8:16]):
+        pixels, labels = context.task.train.batch(positions)
+        expected += torch.autograd.grad(cross_entropy(context.net(context.task.inputs(pixels)), labels), [weight])[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_gradients_are_of_whole_batches(begun, monkeypatch):
+    """An image that is left over has no batch moments."""
+    context, seen, batch = begun(batch_size=15), [], Images.batch
+    monkeypatch.setattr(Images, "batch", lambda images, at: seen.append(at) or batch(images, at))
+    context.gradients([context.net.backbone.get_parameter("0.weight")], 16)
+    assert [len(positions) for positions in seen] == [15, 15, 15]  # of 46
+
+
 @pytest.mark.parametrize("at_once", [1, 17, 256])
-def test_features_are_those_of_the_images_asked_for(begun, monkeypatch, at_once):
+def test_features_are_those_of_the_images_in_their_order(begun, monkeypatch, at_once):
     monkeypatch.setattr("confitune.engine.context._AT_ONCE", at_once)
     context = begun()
-    order = torch.randperm(46, generator=torch.Generator().manual_seed(3))[:45]
     context.net.eval()
     with torch.no_grad():
-        found = context.features(order)
-        assert (found.shape, found.dtype) == ((45, 16), torch.float32)
-        torch.testing.assert_close(found, context.net.backbone(stored(context, order)), rtol=1e-5, atol=1e-6)
+        found = context.features()
+        assert (found.shape, found.dtype) == ((46, 16), torch.float32)
+        expected = context.net.backbone(stored(context, torch.arange(46)))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_features_are_taken_in_batches_of_few_sizes(begun, monkeypatch):
     """A GPU's libraries choose algorithms for each size; and a last batch of one image would have no moments."""
     context, sizes = begun(), []
     context.net.backbone.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
-    for at_once, images, expected in ((256, 46, [48]), (256, 5, [16]), (20, 46, [16] * 3), (40, 46, [32] * 2)):
+    for at_once, expected in ((256, [48]), (20, [16] * 3), (40, [32] * 2)):
         monkeypatch.setattr("confitune.engine.context._AT_ONCE", at_once)
         with context.net.at_batch_moments():
-            assert context.features(torch.arange(images)).shape == (images, 16)
+            assert context.features().shape == (46, 16)
         assert sizes == expected
         sizes.clear()
 

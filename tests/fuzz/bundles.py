@@ -106,7 +106,7 @@ def _teach(model: Path) -> None:
                 Image.fromarray(values.astype(np.uint8)).save(folder / f"{task} {label}" / f"{n}.png")
         new = {"model": "test_byobnet", "weights": "none", "size": 32} if task == "reds" else {}
         settings = LearnSettings(epochs=10, lr=0.02, batch_size=4, device="cpu", keep=4, **new)
-        with patch.object(METHODS["best"], "settle", settling(head=task == "reds")):
+        with patch.object(METHODS["best"], "settle", settling(only_head=task == "reds")):
             learn(folder, task, model, settings, cache_dir=model.parent / "cache")
 
 

@@ -8,7 +8,7 @@ from confitune.methods.linear import fit_linear, folds_of
 
 
 def test_a_linear_probe_is_fitted_at_once_where_that_is_asked_for(make_net, tasks, make_settings):
-    options = {"linear-probe": {"converged": True}}
+    options = {"linear-probe": {"closed_form": True}}
     net, task = make_net("linear-probe", options), tasks[0]
     x, labels = task.inputs(task.train.pixels[task.train.rows]), task.train.labels
     with torch.no_grad():

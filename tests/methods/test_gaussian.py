@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
-from torch.nn.functional import normalize
 
 from confitune.methods.gaussian import FALSE_ALARMS, FeatureSums
 
@@ -14,19 +12,12 @@ SIZE = 12
 
 
 def clouds(classes: int, images: int, seed: int, apart: float = 1.5) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features whose square roots lie around means of classes, stretched alike."""
+    """Features around means of classes, stretched alike."""
     generator = torch.Generator().manual_seed(seed)
     means = apart * torch.randn(classes, SIZE, generator=generator)
     stretch = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(99)) / 3
     labels = torch.arange(classes).repeat(images)
-    roots = means[labels] + torch.randn(len(labels), SIZE, generator=generator) @ stretch
-    return roots.square().copysign(roots), labels
-
-
-def roots_of(features: torch.Tensor) -> np.ndarray:
-    """What distributions are of: square roots with their signs, of one length."""
-    roots = features.double().sign() * features.double().abs().sqrt()
-    return (normalize(roots, dim=1) * SIZE**0.5).numpy()
+    return means[labels] + torch.randn(len(labels), SIZE, generator=generator) @ stretch, labels
 
 
 @pytest.fixture
@@ -69,13 +60,13 @@ def test_it_is_linear_discriminant_analysis_of_all_images_at_once(tasks):
     """scikit-learn's with a covariance that has the ridge in it, and every class as likely."""
     features = torch.cat([tasks[name][0] for name in "abc"])
     labels = torch.cat([tasks["a"][1], 3 + tasks["b"][1], 5 + tasks["c"][1]])
-    x = roots_of(features)
+    x = features.double().numpy()
 
     theirs = LinearDiscriminantAnalysis(
         solver="lsqr", priors=[1 / 9] * 9, covariance_estimator=_Pooled(x, labels.numpy(), 0.1)
     ).fit(x, labels.numpy())
     probe, _ = clouds(9, 20, seed=3)
-    expected = torch.from_numpy(theirs.predict_proba(roots_of(probe)))
+    expected = torch.from_numpy(theirs.predict_proba(probe.double().numpy()))
     found = learned(tasks, "abc").gaussians(ridge=0.1).probabilities(probe)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
 
@@ -158,14 +149,33 @@ def test_probabilities_of_tasks_are_those_of_their_classes(tasks):
 
 def test_own_networks_share_out_the_probability_of_their_tasks(tasks):
     gaussians = learned(tasks, "abc").gaussians()
-    probabilities = gaussians.probabilities(torch.cat([tasks["a"][0], tasks["b"][0]]))
-    before = probabilities.clone()
-    leading = gaussians.leading(probabilities)
-    assert bool((leading.sum(1) >= 1).all())
-    assert int(leading[: len(tasks["a"][0]), 0].sum()) > 80
-    images = leading[:, 1]
-    own = torch.tensor([[0.75, 0.25]]).repeat(int(images.sum()), 1)
-    gaussians.refine(probabilities, 1, images, own)
-    torch.testing.assert_close(gaussians.of_tasks(probabilities), gaussians.of_tasks(before))
-    torch.testing.assert_close(probabilities[images, 3], 3 * probabilities[images, 4])
+    features = torch.cat([tasks["a"][0], tasks["b"][0]])
+    before, asked = gaussians.probabilities(features), {}
+
+    def ask(task, images):
+        asked[task] = images
+        return torch.tensor([[0.75, 0.25]]).repeat(int(images.sum()), 1) if task == 1 else None
+
+    probabilities = gaussians.two_passes(features, ask)
+    of_tasks = gaussians.of_tasks(before)
+    for task, images in asked.items():
+        assert torch.equal(images, (of_tasks[:, task] >= 0.2) | (of_tasks.argmax(1) == task))
+    assert int(asked[0][: len(tasks["a"][0])].sum()) > 80
+    images = asked[1]
+    torch.testing.assert_close(gaussians.of_tasks(probabilities), of_tasks)
+    odds, alone = (found[images, 3] / found[images, 4] for found in (probabilities, before))
+    torch.testing.assert_close(odds, (3 * alone).sqrt())  # the geometric mean of both
     assert torch.equal(probabilities[~images], before[~images])
+
+
+def test_two_that_rule_out_all_classes_between_them_still_give_probabilities(tasks):
+    gaussians = learned(tasks, "abc").gaussians()
+    far = 1e4 * tasks["b"][0][:1]
+    first = gaussians.probabilities(far)[0]
+    task = int(gaussians.of_class[first.argmax()])
+    inside = first[gaussians.of_class == task]
+    assert inside.min() == 0  # by rounding
+    own = torch.zeros(1, len(inside)).double()
+    own[0, inside.argmin()] = 1
+    found = gaussians.two_passes(far, lambda asked, images: own if asked == task else None)
+    torch.testing.assert_close(found.sum(), torch.tensor(1.0).double())

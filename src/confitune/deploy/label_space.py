@@ -74,7 +74,7 @@ class TaskFeatures:
             fits = all(of.shape == (images,) and bool(((of >= 0) & (of < classes)).all()) for images, of in sizes)
             if not fits or found["train"].shape[1] != found["held_out"].shape[1]:
                 raise ValueError("labels do not fit features")
-            if "own" in found and found["own"].shape != found["train"].shape:
+            if "own" in found and len(found["own"]) != len(found["train"]):
                 raise ValueError("not all images have features")
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise BundleError(f"the features of a task are not what a bundle keeps: {error}") from error
@@ -172,7 +172,7 @@ def chosen_from_state(sums: FeatureSums, state: Mapping[str, Tensor], names: Map
     try:
         ridge, temperature, threshold = state["chosen"].tolist()
         found = sums.gaussians(ridge)
-    except (KeyError, ValueError, RuntimeError) as error:  # no covariance has such sums
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:  # no covariance has such sums
         raise BundleError(f"the sums of features make no classifier: {error}") from error
     tasks = tuple(names[key] for key in found.tasks)
     return replace(found, tasks=tasks, temperature=temperature, threshold=threshold)

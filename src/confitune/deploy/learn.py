@@ -24,7 +24,7 @@ from confitune.deploy.label_space import TaskFeatures
 from confitune.engine import DivergedError, Executor, Listener, TaskFit, epochs_of, evaluate, place_task
 from confitune.engine.evaluation import right_answers
 from confitune.methods import METHODS, Method
-from confitune.nn import ContinualNet, create_backbone, headless
+from confitune.nn import ContinualNet, create_backbone, two_scales
 from confitune.settings import NetworkSettings, TrainSettings
 from confitune.tasks import CROP, Images, Progress, Task, load_folder_task
 
@@ -240,7 +240,7 @@ def _new_bundle(path: Path, settings: LearnSettings) -> tuple[Bundle, tuple[Cont
         weights=backbone.weights,
         weights_sha256=backbone.weights_sha256,
     )
-    pretrained = headless(copy.deepcopy(backbone.module))
+    pretrained = two_scales(copy.deepcopy(backbone.module))
     return Bundle(path, network), (network.around(backbone.module), pretrained)
 
 

@@ -214,19 +214,19 @@ class Predictor:
         if among is not None and not set(among) & set(space.tasks):
             raise BundleError(f"{self.bundle.path} keeps no features of any of these tasks: name one with --task")
         allowed = None if among is None else torch.tensor([name in among for name in space.tasks])
-        probabilities = space.probabilities(features, allowed)
+
+        def ask(task: int, images: Tensor) -> Tensor | None:
+            try:
+                return self._logits(x[images], space.tasks[task]).double().softmax(1)
+            except BundleError as error:
+                if self.bundle.stamp() != self._seen:
+                    raise  # the file may be gone because there is a newer version
+                _log.warning("%s. Its pre-trained features answer for task %r", error, space.tasks[task])
+                return None
+
+        probabilities = space.two_passes(features, ask, allowed)
         if not probabilities.isfinite().all():
             raise BundleError(f"{self.bundle.path} keeps sums of features that give no probabilities: name the task")
-        for task, images in enumerate(space.leading(probabilities).T):
-            if images.any():
-                try:
-                    logits = self._logits(x[images], space.tasks[task])
-                except BundleError as error:
-                    if self.bundle.stamp() != self._seen:
-                        raise  # the file may be gone because there is a newer version
-                    _log.warning("%s. Its pre-trained features answer for task %r", error, space.tasks[task])
-                    continue
-                space.refine(probabilities, task, images, logits.double().softmax(1))
         unknown = (space.unusual(features) > space.threshold).tolist() if self.unknown else [False] * len(x)
         of_tasks, found = space.of_tasks(probabilities), []
         for n, row in enumerate(probabilities):

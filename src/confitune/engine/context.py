@@ -60,24 +60,20 @@ class Learning(TaskContext):
         self.labels = task.train.labels.to(self.device)
         self.batch_size = min(self.settings.batch_size, self.images)
         self.seed = self._seed("penalty")
-        self._used = torch.arange(self.images)  # positions of the images that are trained on
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         # In random order, because files are sorted by class.
         for pixels, labels in batches(self.task.train, size, self.device, self._order("importance")):
             yield self.task.inputs(pixels), labels
 
-    def train_on(self, positions: Tensor) -> None:
-        self._used = positions
-
-    def features(self, positions: Tensor) -> Tensor:
+    def features(self) -> Tensor:
         # In random batches of one size, whatever the settings are.
-        order = torch.randperm(len(positions), generator=self._generator("features"))
-        count = math.ceil(len(positions) / _AT_ONCE)
-        size = _ROUND * math.ceil(len(positions) / count / _ROUND)
+        order = self._order("features")
+        count = math.ceil(self.images / _AT_ONCE)
+        size = _ROUND * math.ceil(self.images / count / _ROUND)
         filled = order.repeat(math.ceil(count * size / len(order)))[: count * size]  # the last batch from the start
         found = []
-        for pixels, _ in batches(self.task.train, size, self.device, positions[filled]):
+        for pixels, _ in batches(self.task.train, size, self.device, filled):
             with autocast(self.settings, self.device):
                 found.append(self.net.features(self.task.inputs(pixels)).float())
         return torch.cat(found)[to_device(order.argsort(), self.device)]
@@ -88,9 +84,9 @@ class Learning(TaskContext):
         for parameter in parameters:
             parameter.requires_grad_(True)
         with self.net.observer.untracked():
-            for x, labels in islice(self.batches(self.batch_size), batches):
+            for pixels, labels in islice(self._batches("gradients", 0), batches):
                 with autocast(self.settings, self.device):
-                    logits = self.net(x)
+                    logits = self.net(self.task.inputs(pixels))
                 loss = classification_loss(logits, labels, self.task.groups, self.settings.label_smoothing)
                 torch._foreach_add_(sums, torch.autograd.grad(loss, list(parameters)))
         for parameter in parameters:
@@ -106,8 +102,8 @@ class Learning(TaskContext):
 
     @property
     def steps_an_epoch(self) -> int:
-        """Batches in what is trained on."""
-        return steps_an_epoch(len(self._used), self.settings)
+        """Batches of training images."""
+        return steps_an_epoch(self.images, self.settings)
 
     def _batches(self, purpose: str, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Pixels and labels of as many images as an epoch takes, in random order."""
@@ -115,8 +111,8 @@ class Learning(TaskContext):
         return batches(self.task.train, self.batch_size, self.device, order)
 
     def _order(self, purpose: str, *number: int) -> Tensor:
-        """Positions of the images that are trained on, in random order."""
-        return self._used[torch.randperm(len(self._used), generator=self._generator(purpose, *number))]
+        """Positions of the training images, in random order."""
+        return torch.randperm(self.images, generator=self._generator(purpose, *number))
 
     def _seed(self, purpose: str, *number: int) -> int:
         return derived_seed(self.settings.seed, purpose, self.index, *number)

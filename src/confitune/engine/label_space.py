@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from confitune.engine.seeds import derived_generator
 from confitune.errors import ConfituneError
 from confitune.methods import Method
 from confitune.methods.gaussian import FeatureSums, Gaussians
-from confitune.nn import ContinualNet
+from confitune.nn import ContinualNet, two_scales
 from confitune.settings import Scenario, TrainSettings
 from confitune.tasks import Images, Task, TaskSequence
 from confitune.tasks.splits import hold_out
@@ -60,7 +61,7 @@ class LabelSpace:
         self.settings = settings
         twin = copy.deepcopy(pretrained).eval().to(settings.torch_device())
         backbone = twin.backbone if isinstance(twin, ContinualNet) else twin
-        self._backbone = backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._backbone = two_scales(backbone).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._sums: tuple[FeatureSums, FeatureSums] | None = None  # with what is held out, and without
         self._held: list[Tensor] = []
         self._held_labels: list[Tensor] = []
@@ -81,9 +82,12 @@ class LabelSpace:
         gaussians = self.gaussians()
         sizes = [len(task.test) for task in tasks]
         own = torch.eye(len(tasks), dtype=torch.bool).repeat_interleave(torch.tensor(sizes), 0)
-        probabilities = gaussians.probabilities(torch.cat(self._test), own if given else None)
+        test, allowed = torch.cat(self._test), own if given else None
         if asks:
-            self._ask(net, tasks, gaussians, probabilities, listener)
+            with net.evaluating():
+                probabilities = gaussians.two_passes(test, partial(self._ask, net, tasks, listener), allowed)
+        else:
+            probabilities = gaussians.probabilities(test, allowed)
         names = {name: place for place, name in enumerate(dict.fromkeys(n for task in tasks for n in task.classes))}
         places = [torch.tensor([names[name] for name in task.classes]) for task in tasks]
         by_name = probabilities.new_zeros(len(probabilities), len(names))
@@ -114,21 +118,12 @@ class LabelSpace:
     def _features(self, task: Task, images: Images) -> Tensor:
         return torch.cat([found.float() for found, _ in outputs(self._backbone, task, images, self.settings)]).cpu()
 
-    def _ask(
-        self, net: ContinualNet, tasks: Sequence[Task], gaussians: Gaussians, probabilities: Tensor, listener: Listener
-    ) -> None:
-        """Put in what the leading tasks say; each is asked once, about the images of all."""
-        sizes = [len(task.test) for task in tasks]
-        leading = gaussians.leading(probabilities)
-        with net.evaluating():
-            for place, task in enumerate(tasks):
-                net.prepare(task.name)
-                asked = leading[:, place]
-                size = net.tasks[task.name].image_size
-                logits = []
-                for source, mine in zip(tasks, asked.split(sizes), strict=True):
-                    images = source.test.only(mine.nonzero().flatten())
-                    logits += [found for found, _ in outputs(net, source, images, self.settings, size)]
-                if logits:
-                    gaussians.refine(probabilities, place, asked, torch.cat(logits).float().softmax(1).cpu())
-                listener.task_tested(place + 1, len(tasks))
+    def _ask(self, net: ContinualNet, tasks: Sequence[Task], listener: Listener, place: int, asked: Tensor) -> Tensor:
+        """What a task's own network says of some test images of all tasks."""
+        net.prepare(tasks[place].name)
+        size, logits = net.tasks[tasks[place].name].image_size, []
+        for source, mine in zip(tasks, asked.split([len(task.test) for task in tasks]), strict=True):
+            images = source.test.only(mine.nonzero().flatten())
+            logits += [found for found, _ in outputs(net, source, images, self.settings, size)]
+        listener.task_tested(place + 1, len(tasks))
+        return torch.cat(logits).float().softmax(1).cpu()

@@ -116,9 +116,9 @@ class TaskFit(Learning):
             hook.attach(self.net, self.index)
         first = self.epoch
         with self._undisturbed():
+            if first == 0 and self._settled():
+                return
             for epoch in range(first, self.epochs):
-                if self._settled(epoch):
-                    return
                 if epoch == 0:
                     torch.manual_seed(self._seed("begin"))
                     for hook in self.hooks:
@@ -152,14 +152,13 @@ class TaskFit(Learning):
         finally:
             self._freeze_but(None)
 
-    def _settled(self, epoch: int) -> bool:
-        """Whether a method finished the task without training it (on); one that was there before has much to lose."""
+    def _settled(self) -> bool:
+        """Whether a method finished the task without training it; one that was there before has much to lose."""
         if not self.is_new:
             return False
-        torch.manual_seed(self._seed("settle", epoch))
+        torch.manual_seed(self._seed("settle", 0))
         if not any(hook.settle(self) for hook in self.hooks):
             return False
-        self.report()
         self.epoch = self.epochs
         return True
 
@@ -196,7 +195,7 @@ class TaskFit(Learning):
         # Everything random in an epoch comes from its own seeds, so an epoch can be repeated without what came before.
         torch.manual_seed(self._seed("epoch", epoch))
         chance = self._generator("augment", epoch)
-        noise = draw_noise(settings.augmentation, steps, min(self.batch_size, len(self._used)), chance)
+        noise = draw_noise(settings.augmentation, steps, self.batch_size, chance)
         noise = None if noise is None else to_device(noise, self.device)
         readings = EpochReadings(steps, self.device)
         self.net.train()

@@ -56,10 +56,10 @@ def paper_search(method: str) -> Searched | None:
 def method_row(name: str, made: dict[tuple[str, ...], ContinualNet]) -> list[str]:
     """What one method does and takes, also a composed one such as 'ewc+confit' or 'mas-cpr'.
 
-    Networks are made on the meta device, and kept in `made` by the kinds of their parts: that is what takes time.
+    Networks are made on the meta device, and kept in `made` by what they are made of: that is what takes time.
     """
     method = create_method(name)
-    parts = tuple(part.kind for part in method.parts())
+    parts = (*(part.kind for part in method.parts()), str(method.two_scales))
     net = made[parts] = made.get(parts) or method.network(without_memory(NETWORK))
     storage = measure_storage(method, net)
     kinds = [kind for kind in METHODS.values() if kind in method_classes(name)] or method_classes(name)

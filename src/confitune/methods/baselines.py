@@ -20,7 +20,7 @@ class Finetune(Method):
 class LinearProbeOptions(Options):
     """Choices of linear probing."""
 
-    converged: bool = Field(False, description="fit heads to convergence, with L2 strength chosen by cross-validation")
+    closed_form: bool = Field(False, description="fit heads in closed form, by linear discriminant analysis")
 
 
 class LinearProbe(Method):
@@ -35,9 +35,9 @@ class LinearProbe(Method):
         return [Norms(affine=False, moments="pretrained"), Head()]
 
     def settle(self, context: TaskContext) -> bool:
-        if self.options.converged:
+        if self.options.closed_form:
             finish_with_head(context)
-        return bool(self.options.converged)
+        return bool(self.options.closed_form)
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
         return head_only(epochs)
@@ -54,6 +54,7 @@ class Lda(Method):
     cost = "one pass over the images of a task; no training"
     reference = "Hayes and Kanan, CVPR Workshops 2020"
     sums_only = True
+    two_scales = True
 
     def parts(self) -> list[Part]:
         return [Norms(affine=False, moments="pretrained"), Head()]

@@ -1,7 +1,7 @@
 """One label space over all tasks, without their images: linear discriminant analysis from sums that only add up.
 
-Square roots of the pre-trained network's features, of unit length, are taken for normal distributions: one mean for
-every class, and one covariance that all share. Both follow from counts and sums by class and from one matrix of second
+Features of the pre-trained network (`nn/scales.py`) are taken for normal distributions: one mean for every class, and
+one covariance that all share. Both follow from counts and sums by class and from one matrix of second
 moments, so tasks may come and go in any order, and the classifier is the one that all images at once would give. An
 image is unusual if it is far from its nearest class (Mahalanobis distance; Lee et al., NeurIPS 2018), compared with how
 far it is from all images together (Ren et al., 2021).
@@ -10,25 +10,21 @@ far it is from all images together (Ren et al., 2021).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy
 
 _RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0)  # of the mean variance, added to all
 _TEMPERATURES = tuple(2 ** (power / 2) for power in range(-2, 13))
 _USUAL_RIDGE, _USUAL_TEMPERATURE = 0.1, 4.0  # where there are no images to choose them on
 _NEARLY = 0.2  # of the probability: at most five tasks can have that
+# The answers [n, K] of a task (its position) about some images ([N], which ones); None where it has none.
+Ask = Callable[[int, Tensor], Tensor | None]
 FALSE_ALARMS = 0.05  # of held-out images are said to be unknown
-
-
-def _unit(features: Tensor) -> Tensor:
-    """Square roots of features, of one length: activations are skewed, and normal distributions are not."""
-    roots = features.double().abs().sqrt().copysign(features)
-    return normalize(roots, dim=1) * math.sqrt(features.shape[1])
 
 
 @dataclass(frozen=True)
@@ -52,14 +48,14 @@ class FeatureSums:
 
     def plus(self, task: str, features: Tensor, labels: Tensor, classes: int) -> FeatureSums:
         """With a task's images more."""
-        x = _unit(features)
+        x = features.double()
         counts = labels.bincount(minlength=classes).double()
         sums = x.new_zeros(classes, x.shape[1]).index_add_(0, labels, x)
         return FeatureSums(self.second + x.T @ x, {**self.counts, task: counts}, {**self.sums, task: sums})
 
     def minus(self, task: str, features: Tensor) -> FeatureSums:
         """Without a task, whose features are these."""
-        x = _unit(features)
+        x = features.double()
         counts = {name: values for name, values in self.counts.items() if name != task}
         sums = {name: values for name, values in self.sums.items() if name != task}
         return FeatureSums(self.second - x.T @ x, counts, sums)
@@ -114,7 +110,7 @@ class FeatureSums:
         """
         counts = torch.cat(list(self.counts.values()))
         several = counts[labels] > 1
-        x, labels, images = _unit(features[several]), labels[several], float(counts.sum())
+        x, labels, images = features[several].double(), labels[several], float(counts.sum())
         n = counts[labels]
         white = x @ gaussians.whiten
         own = white - gaussians.means[labels]
@@ -146,7 +142,7 @@ class Gaussians:
 
     def logits(self, features: Tensor) -> Tensor:
         """[N, C], log-likelihoods up to what all classes share."""
-        return _unit(features) @ self._towards - self.offsets
+        return features.double() @ self._towards - self.offsets
 
     @cached_property
     def _towards(self) -> Tensor:
@@ -172,24 +168,28 @@ class Gaussians:
         found = probabilities.new_zeros(len(probabilities), len(self.tasks))
         return found.index_add_(1, self.of_class, probabilities)
 
-    def leading(self, probabilities: Tensor) -> Tensor:
-        """[N, T], tasks whose own networks are worth asking: the likeliest, and others that are nearly as likely."""
-        of_tasks = self.of_tasks(probabilities)
-        most = of_tasks.max(1, keepdim=True).values
-        return (of_tasks == most) | (of_tasks >= _NEARLY)
+    def two_passes(self, features: Tensor, ask: Ask, allowed: Tensor | None = None) -> Tensor:
+        """[N, C], probabilities, where each task's are shared out by the features and its own network together.
 
-    def refine(self, probabilities: Tensor, task: int, images: Tensor, own: Tensor) -> None:
-        """Share out a task's probability among its classes as its own network does; in place, in [N, C].
-
-        `images` [N] says which images the network was asked about, `own` [n, K] are its answers.
+        They err differently, so their geometric mean is right more often than either. Only networks of the likeliest
+        tasks are asked, and of others that are nearly as likely.
         """
-        mine = (self.of_class == task).nonzero().flatten()
-        rows = images.nonzero()
-        probabilities[rows, mine] = probabilities[rows, mine].sum(1, keepdim=True) * own.to(probabilities)
+        found = self.probabilities(features, allowed)
+        of_tasks = self.of_tasks(found)
+        leading = (of_tasks == of_tasks.max(1, keepdim=True).values) | (of_tasks >= _NEARLY)
+        for task, images in enumerate(leading.T):
+            own = ask(task, images) if images.any() else None
+            if own is not None:
+                rows, mine = images.nonzero(), (self.of_class == task).nonzero().flatten()
+                both = (
+                    found[rows, mine].clamp_min(1e-300) * own.to(found)
+                ).sqrt()  # they may rule out all between them
+                found[rows, mine] = of_tasks[images, task, None] * both / both.sum(1, keepdim=True)
+        return found
 
     def unusual(self, features: Tensor) -> Tensor:
         """[N], how much farther images are from the nearest class than from all images together."""
-        x, (quadratic, linear, constant) = _unit(features), self._apart
+        x, (quadratic, linear, constant) = features.double(), self._apart
         apart = (((x.float() @ quadratic).double() + linear) * x).sum(1) + constant
         return apart - 2 * self.logits(features).max(1).values
 

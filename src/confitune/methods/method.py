@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from confitune.errors import ConfituneError
 from confitune.methods.pull import Pull, Tensors
 from confitune.methods.stages import Stage, everything
-from confitune.nn import ContinualNet, Head, Part
+from confitune.nn import ContinualNet, Head, Part, headless, two_scales
 
 METHODS: dict[str, type[Method]] = {}  # every method that was imported, by name
 
@@ -59,11 +59,8 @@ class TaskContext(Protocol):
     def train(self, other: ContinualNet, only_epoch: int | None = None) -> None:
         """Train another network on this task, without what the method adds; the whole task, or one epoch of it."""
 
-    def train_on(self, positions: Tensor) -> None:
-        """Use only the training images at these positions from now on."""
-
-    def features(self, positions: Tensor) -> Tensor:
-        """[N, F], of the training images at these positions, by the network as it is."""
+    def features(self) -> Tensor:
+        """[N, F], of all training images, by the network as it is."""
 
     def gradients(self, parameters: Sequence[Tensor], batches: int) -> list[Tensor]:
         """Of the loss, summed over so many training batches, by parameters of the network that do not move."""
@@ -89,6 +86,7 @@ class Method:
     reference: ClassVar[str] = ""  # its paper
     separate: ClassVar[bool] = False  # every task gets a fresh copy of the pre-trained network
     joint: ClassVar[bool] = False  # all tasks are learned at once
+    two_scales: ClassVar[bool] = False  # heads read the last two stages of the backbone, see `nn/scales.py`
     sums_only: ClassVar[bool] = False  # tested by sums of pre-trained features (`gaussian`), not by its network
     Options: ClassVar[type[BaseModel]] = Options
     # Fields of `TrainSettings` that its paper trains with, and those that differ for people's own photos.
@@ -156,6 +154,7 @@ class Method:
 
     def network(self, backbone: nn.Module, **arguments: Any) -> ContinualNet:
         """The network that this method trains, made of a backbone; arguments are those of `ContinualNet`."""
+        backbone = two_scales(headless(backbone)) if self.two_scales else backbone
         return ContinualNet(backbone, self.parts(), **arguments)
 
     # ---- what is added, step by step -------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ class Method:
                     tensors[name] = torch.zeros_like(parameter)  # of the parameter's memory format
 
     def settle(self, context: TaskContext) -> bool:
-        """Finish a new task without training it (on), and say so; asked before every epoch."""
+        """Finish a new task without training it, and say so; asked before its first epoch."""
         return False
 
     def begin_task(self, context: TaskContext) -> None:

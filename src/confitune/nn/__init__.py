@@ -17,3 +17,4 @@ from confitune.nn.parts.input_means import InputMeans as InputMeans
 from confitune.nn.parts.norms import Moments as Moments, Norms as Norms
 from confitune.nn.parts.part import Part as Part
 from confitune.nn.parts.xconv import NoBatchNormError as NoBatchNormError, XconvNorms as XconvNorms
+from confitune.nn.scales import two_scales as two_scales

@@ -40,6 +40,7 @@ class Flow:
 
     features: tuple[int, ...] | None = None  # shape of the output, without the batch; None: not one tensor
     last: str | None = None  # the convolution or Linear whose output is the network's output
+    stage: str | None = None  # the last block before the plane is halved for the last time
     convs: list[ConvCall] = field(default_factory=list)
     norms: list[tuple[str, _Stamp]] = field(default_factory=list)
 
@@ -92,6 +93,7 @@ def guess_input(model: nn.Module) -> Tensor:
 def _trace(model: nn.Module, example: Tensor) -> Flow:
     flow = Flow()
     alive: list[object] = []  # so that no identity is used twice
+    planes: list[tuple[str, int]] = []  # that modules leave, in their order, and the sides of these
 
     def left_conv(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         alive.append((args, output))
@@ -101,13 +103,22 @@ def _trace(model: nn.Module, example: Tensor) -> Flow:
         alive.append(args)
         flow.norms += [(name, _stamp(x)) for x in args]
 
+    def left(name: str, module: nn.Module, args: object, output: object) -> None:
+        if isinstance(output, Tensor) and output.dim() == 4 and output.shape[2] == output.shape[3] > 1:
+            planes.append((name, output.shape[2]))
+
+    blocks: set[str] = set()  # single convolutions beside them widen or narrow channels on the way to the next block
     for name, module in model.named_modules():
+        module.register_forward_hook(partial(left, name))
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             module.register_forward_hook(partial(left_conv, name))
         elif isinstance(module, _BatchNorm):
             module.register_forward_pre_hook(partial(entered_norm, name))
+        elif sum(isinstance(layer, (nn.Conv2d, nn.Linear)) for layer in module.modules()) > 1:
+            blocks.add(name)
     with torch.no_grad():
         output = model(example)
+    flow.stage = next((name for name, side in reversed(planes) if name in blocks and side > planes[-1][1]), None)
     if isinstance(output, Tensor):
         flow.features = tuple(output.shape[1:])
         flow.last = next((call.module for call in flow.convs if call.makes == _stamp(output)), None)

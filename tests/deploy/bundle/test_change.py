@@ -317,7 +317,7 @@ def test_a_damaged_task_is_restored_from_a_copy(taught, of, read):
 def test_one_wrong_bit_in_the_manifest_before_is_damage_and_no_other_version(taught):
     path = taught(2)
     text = (path / "bundle.before.json").read_text()
-    (path / "bundle.before.json").write_text(text.replace('"format": 3', '"format": 2'))
+    (path / "bundle.before.json").write_text(text.replace('"format": 4', '"format": 5'))
     bundle = Bundle.open(path)
     assert bundle.damage is None
     with pytest.raises(BundleError, match=r"bundle\.before\.json is damaged: its checksum does not match"):

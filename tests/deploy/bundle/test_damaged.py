@@ -63,7 +63,7 @@ def test_a_flipped_byte_of_the_manifest_goes_back(taught, taught_once, warned):
 def test_a_wrong_bit_in_the_number_of_the_format_goes_back(taught, taught_once, warned):
     path = taught(2)
     text = (path / "bundle.json").read_text()
-    (path / "bundle.json").write_text(text.replace('"format": 3', '"format": 2'))
+    (path / "bundle.json").write_text(text.replace('"format": 4', '"format": 5'))
     assert as_before(path, path / "bundle.json", taught_once, warned)
 
 

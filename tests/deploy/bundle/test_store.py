@@ -104,7 +104,7 @@ def test_files_are_text_or_safetensors_that_say_what_they_are(taught):
         if file.suffix == ".safetensors":
             assert hashlib.sha256(data).hexdigest() == file.stem
         else:
-            assert json.loads(data)["format"] == 3
+            assert json.loads(data)["format"] == 4
     with safe_open(path / "tasks" / f"{Bundle.open(path).record('reds').file.sha256}.safetensors", "pt") as opened:
         about = json.loads(opened.metadata()["confitune"])
     assert (about["holds"], about["classes"]) == ("tasks", ["reds 0", "reds 1"])

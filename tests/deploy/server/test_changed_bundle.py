@@ -123,7 +123,7 @@ def test_files_that_two_changes_deleted_are_not_missed(path, sent):
 def kept(teach, tmp_path, monkeypatch):
     """A bundle of `best`, whose tasks can grow: 'reds' is a head, 'greens' and those to come have more of their own."""
     for task in ("reds", "greens"):
-        monkeypatch.setattr(METHODS["best"], "settle", settling(head=task == "reds"))
+        monkeypatch.setattr(METHODS["best"], "settle", settling(only_head=task == "reds"))
         teach(task, tmp_path / "kept", method="best", epochs=1)
     return tmp_path / "kept"
 

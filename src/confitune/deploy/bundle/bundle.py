@@ -17,7 +17,7 @@ from confitune.deploy.bundle.store import Store, check_declared, is_bundle, requ
 from confitune.deploy.label_space import TaskFeatures, chosen_from_state, sums_from_state
 from confitune.errors import ConfituneError
 from confitune.methods.gaussian import Gaussians
-from confitune.nn import ContinualNet, build_model, headless
+from confitune.nn import ContinualNet, build_model, headless, two_scales
 from confitune.tasks import Images, Task
 
 _log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class Bundle:
             raise BundleError(f"{self.path} keeps no pre-trained network: name the task")
         with self._naming(stored):
             require_room(self.network.model, stored.bytes)
-            net, state = headless(build_model(self.network.model)), self.files.read(stored)
+            net, state = two_scales(headless(build_model(self.network.model))), self.files.read(stored)
             own = pretrained_state(net)
             if own.keys() != state.keys() or any(tensor.shape != state[key].shape for key, tensor in own.items()):
                 raise BundleError(f"these are not the weights of {self.network.model}")

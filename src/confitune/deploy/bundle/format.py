@@ -28,7 +28,7 @@ from confitune.methods import METHODS, Method, create_method
 from confitune.nn import ContinualNet
 from confitune.tasks import Preprocess
 
-FORMAT: Literal[3] = 3  # another one, too, where files hold the same but made otherwise, as sums of other features
+FORMAT: Literal[4] = 4  # another one, too, where files hold the same but made otherwise, as sums of other features
 MANIFEST, BEFORE, LOCK = "bundle.json", "bundle.before.json", ".lock"
 BACKBONES, TASKS, HELD_OUT, FEATURES = FOLDERS = ("backbones", "tasks", "held-out", "features")
 NAME_LENGTH = 100
@@ -136,7 +136,7 @@ class Network(_Record):
 class Manifest(_Record):
     """What a bundle is."""
 
-    format: Literal[3] = FORMAT
+    format: Literal[4] = FORMAT
     network: Network
     backbone: StoredFile
     pretrained: StoredFile | None = Field(None, description="the network before its first task; often the backbone")
