@@ -98,6 +98,15 @@ def test_calibration_makes_sure_answers_rarer_where_classes_overlap():
     assert float(sums.gaussians(0.01).probabilities(held).max(1).values.mean() - right) > 0.1
 
 
+def test_few_images_that_are_all_right_do_not_make_it_certain():
+    """Twelve of twelve are right by far, which still lets one of fourteen be wrong."""
+    features, labels = clouds(3, 24, seed=0, apart=20.0)
+    sums = FeatureSums.of(SIZE).plus("a", features[:60], labels[:60], 3)
+    probabilities = sums.calibrated(features[60:], labels[60:]).probabilities(features[60:])
+    assert (probabilities.argmax(1) == labels[60:]).all()
+    assert 0.85 < float(probabilities.max(1).values.mean()) < 0.99
+
+
 def test_unknown_images_are_unusual_and_few_known_ones_are(tasks):
     sums = learned(tasks, "abc")
     held = [clouds(classes, 20, seed) for classes, seed in ((3, 0), (2, 1), (4, 2))]

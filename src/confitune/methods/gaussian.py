@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 _RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0)  # of the mean variance, added to all
-_TEMPERATURES = tuple(2 ** (power / 2) for power in range(-2, 13))
+_TEMPERATURES = tuple(2 ** (power / 2) for power in range(-2, 29))
 _USUAL_RIDGE, _USUAL_TEMPERATURE = 0.1, 4.0  # where there are no images to choose them on
 _NEARLY = 0.2  # of the probability: at most five tasks can have that
 # The answers [n, K] of a task (its position) about some images ([N], which ones); None where it has none.
@@ -85,15 +85,12 @@ class FeatureSums:
         """
         if not len(features):
             return replace(self.gaussians(), temperature=_USUAL_TEMPERATURE)
-        best, least = None, math.inf
-        for ridge in _RIDGES:
-            gaussians = self.gaussians(ridge)
-            logits = gaussians.logits(features)
-            for temperature in _TEMPERATURES:
-                loss = float(cross_entropy(logits / temperature, labels))
-                if loss < least:
-                    best, least = replace(gaussians, temperature=temperature), loss
-        assert best is not None
+        candidates = [self.gaussians(ridge) for ridge in _RIDGES]
+        losses = [min(_by_temperature(found.logits(features), labels)) for found in candidates]
+        best = candidates[losses.index(min(losses))]
+        doubt = 1 / (len(features) + 2)  # all right is no proof of never wrong (the rule of succession)
+        losses = _by_temperature(best.logits(features), labels, doubt)
+        best = replace(best, temperature=_TEMPERATURES[losses.index(min(losses))])
         scores = best.unusual(features)
         if inside is not None:
             scores = torch.cat([scores, self._unusual_left_out(best, *inside)])
@@ -181,9 +178,8 @@ class Gaussians:
             own = ask(task, images) if images.any() else None
             if own is not None:
                 rows, mine = images.nonzero(), (self.of_class == task).nonzero().flatten()
-                both = (
-                    found[rows, mine].clamp_min(1e-300) * own.to(found)
-                ).sqrt()  # they may rule out all between them
+                first = found[rows, mine].clamp_min(1e-300)  # the two may rule out all classes between them
+                both = (first * own.to(found)).sqrt()
                 found[rows, mine] = of_tasks[images, task, None] * both / both.sum(1, keepdim=True)
         return found
 
@@ -192,6 +188,11 @@ class Gaussians:
         x, (quadratic, linear, constant) = features.double(), self._apart
         apart = (((x.float() @ quadratic).double() + linear) * x).sum(1) + constant
         return apart - 2 * self.logits(features).max(1).values
+
+
+def _by_temperature(logits: Tensor, labels: Tensor, doubt: float = 0.0) -> list[float]:
+    """The loss of logits at each temperature; one after the other, as all classes of many tasks are large."""
+    return [float(cross_entropy(logits / by, labels, label_smoothing=doubt)) for by in _TEMPERATURES]
 
 
 def _whitening(covariance: Tensor) -> Tensor:
