@@ -15,8 +15,9 @@ from PIL import Image
 from confitune.deploy import Bundle, BundleError, Predictor, changing, check_tasks, image_files, predict_files
 from confitune.deploy.bundle import StoredFile
 from confitune.deploy.bundle.store import Store
+from confitune.methods import METHODS
 from confitune.tasks import DataError, DataMissingError, UnreadableImageError
-from deploy.shared import checked, damage_task, edited, guess
+from deploy.shared import checked, damage_task, edited, guess, settling
 
 TASKS = ("reds", "stripes", "greens", "checks", "blues", "yellows")
 
@@ -229,7 +230,7 @@ def test_the_leading_task_shares_out_its_probability(taught_once, pixels):
     guessed = predictor.predict(pixels["greens"], [None] * 8)
     assert sum(answer.task == "greens" for answer in guessed) >= 6
     given = predictor.predict(pixels["greens"], ["greens"] * 8)
-    space, features = predictor._features(predictor.preprocess(pixels["greens"]))
+    space, features = predictor._space, predictor._features(predictor.preprocess(pixels["greens"]))
     first = space.probabilities(features)[:, [name == "greens" for name, _ in predictor._classes]]
     for alone, among_all, shares in zip(given, guessed, first, strict=True):
         if among_all.task == "greens":
@@ -247,10 +248,33 @@ def test_a_guess_takes_two_passes_however_many_tasks_there_are(taught_once, pixe
     asked = []
     logits = predictor._logits
     monkeypatch.setattr(
-        predictor, "_logits", lambda images, task: asked.append((len(images), task)) or logits(images, task)
+        predictor,
+        "_logits",
+        lambda images, task, *known: asked.append((len(images), task)) or logits(images, task, *known),
     )
     predictor.predict(pixels["reds"][clear], [None] * len(clear))
     assert asked == [(len(clear), "reds")]
+
+
+def test_tasks_that_own_only_a_head_need_no_second_pass(teach, tmp_path, pixels, monkeypatch):
+    """Nor a network of their own, whether they are guessed or given."""
+    for task in ("reds", "greens"):
+        monkeypatch.setattr(METHODS["best"], "settle", settling(only_head=True))
+        teach(task, tmp_path / "model", method="best")
+    predictor = Predictor.from_bundle(tmp_path / "model", device="cpu", unknown=False)
+    x = predictor.preprocess(pixels["greens"])
+    with torch.no_grad():
+        expected = {task: predictor.network_for(task).eval()(x) for task in predictor.tasks}
+    passes = []
+    predictor._net.backbone.register_forward_pre_hook(lambda *_: passes.append("network"))
+    answers = predictor.predict(pixels["greens"], [None] * 8)
+    assert passes == ["network"]
+    assert sum(answer.task == "greens" for answer in answers) >= 6
+    for _ in range(3):
+        for task, logits in expected.items():
+            found = torch.stack(predictor.logits(pixels["greens"], [task] * 8))
+            torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
+    assert len(predictor._runners._made) == 1
 
 
 def test_a_guess_among_some_tasks_is_of_these(taught_once, pixels):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from confitune.deploy import Bundle, Predictor, folding
 from confitune.deploy.folding import Runners, folded
 from confitune.methods.ccll import Calibrations
-from confitune.nn import Deltas, Norms, build_model, headless
+from confitune.nn import Deltas, Norms, build_model, headless, two_scales
 
 SIZE = 48
 
@@ -105,6 +105,17 @@ def test_equal_backbones_are_held_once(images):
 
 
 @torch.no_grad()
+def test_equal_weights_that_are_read_otherwise_are_two(images):
+    """As those of linear probing, whose heads read one stage, and of guesses, which read two."""
+    plain, found = small(0), Runners(SIZE)
+    scales = two_scales(copy.deepcopy(plain))
+    for name, module in {"pretrained": scales, "task": plain}.items():
+        run, x = made(found, name, module), images(2, SIZE)
+        torch.testing.assert_close(run(x), module(x), atol=1e-4, rtol=0)
+    assert len(found._made) == 2
+
+
+@torch.no_grad()
 def test_a_predictor_answers_the_same_ever_after(taught_once, runtime):
     bundle = Bundle.open(taught_once[3])
     predictor = Predictor(bundle, device="cpu")
@@ -125,6 +136,4 @@ def test_a_frozen_backbone_is_held_once(teach, tmp_path):
     teach("reds", tmp_path / "model", method="best")
     predictor = Predictor.from_bundle(tmp_path / "model", device="cpu")
     predictor.predict(torch.zeros(1, 3, 224, 224, dtype=torch.uint8), [None])
-    shared = {parameter.data_ptr() for parameter in predictor._net.shared_parameters().values()}
-    assert shared
-    assert shared <= {parameter.data_ptr() for parameter in predictor._pretrained.parameters()}
+    assert predictor._pretrained is None

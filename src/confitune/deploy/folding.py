@@ -51,9 +51,16 @@ def folded(net: ContinualNet, task: str) -> nn.Sequential:
     """
     own = copied_to_cpu(net)
     own.prepare(task)
-    backbone, head = own.backbone, own.head.linear
     _make_plain(own)
-    return nn.Sequential(OrderedDict(backbone=backbone, head=head)).eval().requires_grad_(False)
+    return nn.Sequential(OrderedDict(backbone=own.backbone, head=own.head.linear)).eval().requires_grad_(False)
+
+
+def folded_pretrained(net: ContinualNet) -> nn.Module:
+    """The same of the backbone as pre-trained, of a network that keeps that state: images -> features."""
+    own = copied_to_cpu(net)
+    own.start_pretrained()
+    _make_plain(own)
+    return own.backbone.eval().requires_grad_(False)
 
 
 def copied_to_cpu(net: ContinualNet) -> ContinualNet:
@@ -124,7 +131,7 @@ class Runners:
     def __init__(self, size: int, most_bytes: int = _BYTES) -> None:
         self._example = torch.zeros(2, 3, size, size)
         self._most = most_bytes
-        self._compilers: dict[tuple[str, ...], Callable[[Mapping[str, Tensor]], Run]] = {}  # by names of tensors
+        self._compilers: dict[str, Callable[[Mapping[str, Tensor]], Run]] = {}  # by what networks are built like
         self._asked: Counter[str] = Counter()
         self._keys: dict[str, str] = {}  # by name: the hash of the state, one for tasks that differ in heads alone
         self._made: OrderedDict[str, tuple[int, Run]] = OrderedDict()  # by hash, with bytes; the last was used last
@@ -141,7 +148,7 @@ class Runners:
             if self._asked[name] < (_OFTEN if full else _TWICE):
                 return None
             module = backbone()
-            key = self._keys[name] = state_sha256(module)
+            key = self._keys[name] = f"{state_sha256(module)} {_built_like(module)}"
             if key not in self._made:
                 size = sum(tensor.nbytes for tensor in module.state_dict().values())
                 self._made[key] = size, self._compiled(module)
@@ -158,17 +165,21 @@ class Runners:
         chance = torch.Generator().manual_seed(0)
         images = torch.randn(3, *self._example.shape[1:], generator=chance)
         expected = backbone(images)
-        state = backbone.state_dict()
-        names = tuple(state)
+        state, like = backbone.state_dict(), _built_like(backbone)
         try:
-            if names not in self._compilers:
-                self._compilers[names] = compiler(copy.deepcopy(backbone), self._example)
-            run = self._compilers[names](state)
+            if like not in self._compilers:
+                self._compilers[like] = compiler(copy.deepcopy(backbone), self._example)
+            run = self._compilers[like](state)
             difference = float((run(images) - expected).abs().max())
         except Exception as error:  # whatever tracing and two runtimes can say
             _log.info("%s runs as it is: %s", type(backbone).__name__, error)
             return backbone
         return run if difference <= _TOLERANCE * max(1.0, float(expected.abs().max())) else backbone
+
+
+def _built_like(backbone: nn.Module) -> str:
+    """Equal for states of one network: tensors of the same names, and as many hooks, which add to what it computes."""
+    return f"{list(backbone.state_dict())} {sum(len(module._forward_hooks) for module in backbone.modules())}"
 
 
 def compiler(backbone: nn.Module, example: Tensor) -> Callable[[Mapping[str, Tensor]], Run]:

@@ -47,7 +47,7 @@ class TaskFeatures:
         net.set_task(task.name)
         with net.evaluating():
             train, held_out = (_features(plain, task, images, settings) for images in (task.train, task.test))
-            alone = net.tasks[task.name].owns == ("head",)
+            alone = net.tasks[task.name].only_head
             own = None if alone else _features(net.features, task, task.train, settings)
         return cls(train, labels, held_out, held_out_labels, own)
 

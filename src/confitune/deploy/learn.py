@@ -111,7 +111,7 @@ def learn(
             TaskFit(executor, placed, method, len(opened.tasks)).fit()
         listener.busy_with("testing what was learned")
         _require_learned(net, images, training)
-        only_head = net.tasks[task].owns == ("head",)
+        only_head = net.tasks[task].only_head
         accuracy = evaluate(net, images, training)
         changes = check_earlier(opened, net, settings.check, settings.seed, options.get("progress"))
         earlier = sum(record.held_out is not None for record in opened.tasks.values())

@@ -10,15 +10,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from confitune.deploy.bundle import Bundle, BundleError, TaskRecord
-from confitune.deploy.folding import Runners, folded
+from confitune.deploy.folding import Runners, folded, folded_pretrained
 from confitune.engine import TrainSettings
 from confitune.errors import ConfituneError
 from confitune.methods.gaussian import Gaussians
@@ -90,6 +91,7 @@ class Predictor:
     def _load(self, bundle: Bundle) -> None:
         self._net = bundle.load_network().to(self.device).to(memory_format=torch.channels_last).eval()
         self._pretrained: nn.Module | None = None  # once a task is to be guessed
+        self._keeps_pretrained = bundle.keeps_pretrained
         self._runners = Runners(bundle.network.size) if self.device.type == "cpu" else None
         self._heads.clear()
 
@@ -191,13 +193,14 @@ class Predictor:
             found.append(Prediction(task, None, named, self.version))
         return found
 
-    def _logits(self, x: Tensor, task: str) -> Tensor:
-        """Of images of one task, on the CPU."""
+    def _logits(self, x: Tensor, task: str, pretrained: Tensor | None = None) -> Tensor:
+        """Of images of one task, on the CPU; a task that owns only a head reads their pre-trained features."""
         self._make_ready(task)
-        run = None
-        if self._runners is not None:
-            run = self._runners.find(self.tasks[task].file.sha256, lambda: folded(self._net, task)[0])
-        rows: Tensor = (self._net(x, task) if run is None else linear(run(x), *self._heads[task])).float().cpu()
+        if self._keeps_pretrained and self._net.tasks[task].only_head:
+            features = self._features(x) if pretrained is None else pretrained
+        else:
+            features = self._features(x, task)
+        rows = linear(features, *self._heads[task]).float().cpu()
         if not rows.isfinite().all():
             raise BundleError(f"task {task!r} gives NaN or infinite outputs: its training diverged")
         return rows
@@ -206,9 +209,15 @@ class Predictor:
         """Answers where the task is not given, in two passes however many tasks there are.
 
         The first goes through the pre-trained network and gives probabilities of all classes of all tasks. In the
-        second the networks of the leading tasks share out what their tasks have.
+        second the networks of the leading tasks share out what their tasks have. A task that owns only a head needs no
+        second pass.
         """
-        space, features = self._features(x)
+        if self._space is None:
+            self._space = self.bundle.label_space()
+            self._classes = [(task, label) for task in self._space.tasks for label in self.tasks[task].classes]
+        space, features = self._space, self._features(x)
+        if features.shape[1] != len(space.centre):
+            raise BundleError(f"{self.bundle.path} keeps features of another network: name the task")
         for name in among or ():
             self.bundle.record(name)
         if among is not None and not set(among) & set(space.tasks):
@@ -217,17 +226,18 @@ class Predictor:
 
         def ask(task: int, images: Tensor) -> Tensor | None:
             try:
-                return self._logits(x[images], space.tasks[task]).double().softmax(1)
+                return self._logits(x[images], space.tasks[task], features[images]).double().softmax(1)
             except BundleError as error:
                 if self.bundle.stamp() != self._seen:
                     raise  # the file may be gone because there is a newer version
                 _log.warning("%s. Its pre-trained features answer for task %r", error, space.tasks[task])
                 return None
 
-        probabilities = space.two_passes(features, ask, allowed)
+        known = features.float().cpu()
+        probabilities = space.two_passes(known, ask, allowed)
         if not probabilities.isfinite().all():
             raise BundleError(f"{self.bundle.path} keeps sums of features that give no probabilities: name the task")
-        unknown = (space.unusual(features) > space.threshold).tolist() if self.unknown else [False] * len(x)
+        unknown = (space.unusual(known) > space.threshold).tolist() if self.unknown else [False] * len(x)
         of_tasks, found = space.of_tasks(probabilities), []
         for n, row in enumerate(probabilities):
             task = int(space.of_class[row.argmax()])
@@ -250,27 +260,29 @@ class Predictor:
         best = zip(places[order].tolist(), values.tolist(), strict=True)
         return tuple((*self._classes[place], share) for place, share in best)
 
-    def _features(self, x: Tensor) -> tuple[Gaussians, Tensor]:
-        """The label space, and the features of images under the pre-trained network."""
-        if self._space is None:
-            self._space = self.bundle.label_space()
-            self._classes = [(task, label) for task in self._space.tasks for label in self.tasks[task].classes]
-        run = None if self._runners is None else self._runners.find("pretrained", self._load_pretrained)
-        if run is not None:
-            self._pretrained = None  # its weights are the runner's now
-        found: Tensor = (run or self._load_pretrained())(x)
-        if found.shape[1] != len(self._space.centre):
-            raise BundleError(f"{self.bundle.path} keeps features of another network: name the task")
-        return self._space, found.float().cpu()
+    def _features(self, x: Tensor, task: str | None = None) -> Tensor:
+        """Of images under the network of a task in memory, or (None) under the pre-trained one."""
+        if self._runners is not None:
+            name = "pretrained" if task is None else self.tasks[task].file.sha256
+            if run := self._runners.find(name, partial(self._plain, task)):
+                self._pretrained = self._pretrained if task else None  # its weights are the runner's now
+                return run(x)
+        if task is not None:
+            self._net.set_task(task)
+            return self._net.features(x)
+        if not self._keeps_pretrained:
+            return cast(Tensor, self._plain(None)(x))
+        with self._net.as_pretrained():
+            return cast(Tensor, self._net.backbone(x))
 
-    def _load_pretrained(self) -> nn.Module:
-        """The pre-trained network; weights that no task has moved are those of the tasks' network, held once."""
+    def _plain(self, task: str | None) -> nn.Module:
+        """The network of a task, or the pre-trained one, as a module of its own: images to features."""
+        if task is not None:
+            return folded(self._net, task)[0]
+        if self._keeps_pretrained:
+            return folded_pretrained(self._net)
         if self._pretrained is None:
-            net, shared = self.bundle.load_pretrained().to(self.device), self._net.shared_parameters()
-            for name, weight in net.named_parameters():
-                if name in shared and torch.equal(weight, shared[name]):
-                    weight.data = shared[name].data
-            self._pretrained = net.to(memory_format=torch.channels_last)
+            self._pretrained = self.bundle.load_pretrained().to(self.device).to(memory_format=torch.channels_last)
         return self._pretrained
 
     def network_for(self, task: str) -> ContinualNet:

@@ -68,14 +68,14 @@ class LabelSpace:
         self._test: list[Tensor] = []
 
     def accuracies(
-        self, net: ContinualNet, tasks: Sequence[Task], given: bool, asks: bool, listener: Listener
+        self, net: ContinualNet, tasks: Sequence[Task], given: bool, method: Method, listener: Listener
     ) -> list[float]:
         """Accuracy in percent on each task's test images, among the classes of all tasks; those of one name are one.
 
         Args:
             tasks: those of the last call, and more.
             given: only the classes of an image's own task compete.
-            asks: whether tasks' own heads are asked, too.
+            method: says whether tasks' own heads are asked, too.
         """
         for task in tasks[len(self._test) :]:
             self._add(task)
@@ -83,11 +83,12 @@ class LabelSpace:
         sizes = [len(task.test) for task in tasks]
         own = torch.eye(len(tasks), dtype=torch.bool).repeat_interleave(torch.tensor(sizes), 0)
         test, allowed = torch.cat(self._test), own if given else None
-        if asks:
-            with net.evaluating():
-                probabilities = gaussians.two_passes(test, partial(self._ask, net, tasks, listener), allowed)
-        else:
+        if method.sums_only:
             probabilities = gaussians.probabilities(test, allowed)
+        else:
+            known = test if method.two_scales and self._unmoved(net) else None
+            with net.evaluating():
+                probabilities = gaussians.two_passes(test, partial(self._ask, net, tasks, known, listener), allowed)
         names = {name: place for place, name in enumerate(dict.fromkeys(n for task in tasks for n in task.classes))}
         places = [torch.tensor([names[name] for name in task.classes]) for task in tasks]
         by_name = probabilities.new_zeros(len(probabilities), len(names))
@@ -118,12 +119,28 @@ class LabelSpace:
     def _features(self, task: Task, images: Images) -> Tensor:
         return torch.cat([found.float() for found, _ in outputs(self._backbone, task, images, self.settings)]).cpu()
 
-    def _ask(self, net: ContinualNet, tasks: Sequence[Task], listener: Listener, place: int, asked: Tensor) -> Tensor:
-        """What a task's own network says of some test images of all tasks."""
+    def _unmoved(self, net: ContinualNet) -> bool:
+        """Whether the network, apart from what tasks own, is still the pre-trained one."""
+        before = dict(self._backbone.named_parameters())
+        return all(torch.equal(weight, before[name]) for name, weight in net.shared_parameters().items())
+
+    def _ask(
+        self,
+        net: ContinualNet,
+        tasks: Sequence[Task],
+        known: Tensor | None,
+        listener: Listener,
+        place: int,
+        asked: Tensor,
+    ) -> Tensor:
+        """What a task's own network says of some test images of all tasks; `known` are features for heads alone."""
         net.prepare(tasks[place].name)
-        size, logits = net.tasks[tasks[place].name].image_size, []
-        for source, mine in zip(tasks, asked.split([len(task.test) for task in tasks]), strict=True):
-            images = source.test.only(mine.nonzero().flatten())
-            logits += [found for found, _ in outputs(net, source, images, self.settings, size)]
+        entry, logits = net.tasks[tasks[place].name], []
+        if known is not None and entry.only_head:
+            logits.append(net.head(known[asked].to(net.head.linear.weight)))
+        else:
+            for source, mine in zip(tasks, asked.split([len(task.test) for task in tasks]), strict=True):
+                images = source.test.only(mine.nonzero().flatten())
+                logits += [found for found, _ in outputs(net, source, images, self.settings, entry.image_size)]
         listener.task_tested(place + 1, len(tasks))
         return torch.cat(logits).float().softmax(1).cpu()

@@ -168,7 +168,7 @@ class SequenceRun:
             return evaluate_joined(self.net, tasks[0], self.original.tasks, self.settings)
         if self._space is not None:
             given = self.scenario == "task"
-            return self._space.accuracies(self.net, tasks, given, not self.method.sums_only, self.listener)
+            return self._space.accuracies(self.net, tasks, given, self.method, self.listener)
         if self.method.separate:
             # Earlier networks were left as they were: there is nothing to measure again.
             before: list[float] = self.matrix[:index, index - 1].tolist()

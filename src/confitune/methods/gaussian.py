@@ -94,10 +94,12 @@ class FeatureSums:
         scores = best.unusual(features)
         if inside is not None:
             scores = torch.cat([scores, self._unusual_left_out(best, *inside)])
-        # A new image is equally likely to come anywhere in the order of all: so the limit is above its share of n + 1.
+        # A new image is equally likely to come anywhere in the order of all: so the limit is above its share of n + 1,
+        # and a little higher, so that rounding does not decide about the image that sets it.
         rank = math.ceil((len(scores) + 1) * (1 - FALSE_ALARMS))
-        threshold = float(scores.sort().values[rank - 1]) if rank <= len(scores) else math.inf
-        return replace(best, threshold=threshold)
+        if rank > len(scores):
+            return replace(best, threshold=math.inf)
+        return replace(best, threshold=float(scores.sort().values[rank - 1] + 1e-3 * scores.std()))
 
     def _unusual_left_out(self, gaussians: Gaussians, features: Tensor, labels: Tensor) -> Tensor:
         """`Gaussians.unusual` of images that are in the sums, each as if it were not: rank-one changes of moments.

@@ -110,7 +110,7 @@ class ContinualNet(nn.Module):
         if not names or len(set(names)) != len(names):
             raise ConfituneError(f"task {name!r} needs one or more classes with names of their own, got {list(names)}")
         if self.tasks:
-            more = [task for task, entry in self.tasks.items() if set(entry.owns) != {Head.name}]
+            more = [task for task, entry in self.tasks.items() if not entry.only_head]
             self.prepare((more or list(self.tasks))[-1])
             self._store()
         self.observer.image_size = None
@@ -274,21 +274,24 @@ class ContinualNet(nn.Module):
             return self.observer.average(batches, forward or self)
 
     def start_pretrained(self, only: Sequence[str] | None = None) -> None:
-        """Set the parts of the current, unfinished task (or only some) to the pre-trained state, where that is kept."""
+        """Set the parts of the live task (or only some) to the pre-trained state, where that is kept."""
         for part in self._parts:
             if only is None or part.name in only:
+                part.restore({})
                 part.start_pretrained()
 
     @contextmanager
     def as_pretrained(self, only: Sequence[str] | None = None) -> Iterator[None]:
-        """Within, the network is in evaluation mode, and parts of the current, unfinished task are pre-trained."""
+        """Within, the network is in evaluation mode, and parts (or only some) are pre-trained, whoever's they are."""
         self._store()
         try:
             self.start_pretrained(only)
             with self.evaluating():
                 yield
         finally:
-            self._bank.load(self.tasks[self.current_task])
+            if self._current is not None:
+                self._bank.load(self.tasks[self._current])
+            self._prepared = None
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

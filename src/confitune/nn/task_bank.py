@@ -31,6 +31,11 @@ class TaskEntry:
     image_size: Size | None = None  # of the images that it was trained on
     facts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # see `Part.facts`
 
+    @property
+    def only_head(self) -> bool:
+        """Whether it owns nothing of the backbone."""
+        return self.owns == (Head.name,)
+
 
 @dataclass(frozen=True)
 class TaskStorage:

@@ -71,6 +71,24 @@ def test_a_new_task_starts_without_a_change():
     assert all(not b.any() for b in net.parts["deltas"].b)
 
 
+def test_the_pretrained_network_can_be_used_while_a_finished_task_is_live():
+    net = network()
+    x = torch.randn(2, 3, 12, 12)
+    before = net.backbone.eval()(x)
+    with_tasks(net)
+    net.eval()
+    for task in [*net.tasks, None]:
+        if task is None:
+            net.drop_task(list(net.tasks)[-1])
+        else:
+            own = net(x, task)
+            assert not torch.equal(net.features(x), before)
+        with net.as_pretrained():
+            assert torch.equal(net.backbone(x), before)
+        if task is not None:
+            assert torch.equal(net(x), own)
+
+
 @pytest.mark.parametrize("products", [True, False])
 def test_a_change_can_be_learned_from_its_default_start(products):
     net = network(products=products)

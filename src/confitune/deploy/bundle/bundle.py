@@ -147,6 +147,11 @@ class Bundle:
             net.load_state_dict(state, strict=False)
         return net.eval()
 
+    @property
+    def keeps_pretrained(self) -> bool:
+        """Whether the network, apart from what tasks own, is the pre-trained one, and gives the same features."""
+        return self.manifest.backbone == self.manifest.pretrained and self.network.learner().two_scales
+
     def load_network(self, tasks: Sequence[str] = ()) -> ContinualNet:
         """The network with the state of `tasks`; the last of them is current."""
         stored = self.manifest.backbone

@@ -64,7 +64,7 @@ class Part(nn.Module):
 
     @torch.no_grad()
     def start_pretrained(self) -> None:
-        """Set the live tensors of an unfinished task to the pre-trained values, where these are kept."""
+        """Set the live tensors to the pre-trained values, where these are kept."""
         if pretrained := self.pretrained():
             torch._foreach_copy_(list(self.live(False).values()), list(pretrained.values()))
 
