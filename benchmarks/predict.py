@@ -3,9 +3,10 @@
     python benchmarks/predict.py                        # three minutes
     python benchmarks/predict.py --repeats 20 --starts 2
 
-A bundle of three made-up tasks of `best`, each with norms and changes of its own; the images are clearly of one. Of
-each time the least of many rounds is taken, in which everything that is compared has its turn. Preprocessing is not
-part of it: images are given as the network takes them. Start-up is against `python -c "import torch, timm"`.
+A bundle of three made-up tasks of `best`, each with norms and changes of its own, and one of tasks that own only a
+head; the images are clearly of one task. Of each time the least of many rounds is taken, in which everything that is
+compared has its turn. Preprocessing is not part of it: images are given as the network takes them. Start-up is against
+`python -c "import torch, timm"`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from confitune.deploy import Bundle, Network, Predictor, TaskRecord, changing, export_bundle, folded, folding
 from confitune.deploy.label_space import TaskFeatures
-from confitune.nn import create_backbone
+from confitune.nn import create_backbone, two_scales
 from confitune.nn.pairing import trace_flow
 
 TASKS, CLASSES, PHOTOS = 3, 4, 20
@@ -49,15 +50,16 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "model"
-        made(path, options.model, options.size)
-        bundle = Bundle.open(path)
-        times = [timed(bundle, Path(scratch), batch, options) for batch in BATCHES]
+        path, of_heads = Path(scratch) / "model", Path(scratch) / "heads"
+        made(path, options.model, options.size, None)
+        made(of_heads, options.model, options.size, ["head"])
+        bundle, heads = Bundle.open(path), Bundle.open(of_heads)
+        times = [timed(bundle, heads, Path(scratch), batch, options) for batch in BATCHES]
         starts = started(path, options.starts)
         sha256 = bundle.network.weights_sha256
     for row in times:
         for name, ms in row["ms"].items():
-            print(f"batch {row['batch']:2}, {name:35} {ms:7.3f} ms an image")
+            print(f"batch {row['batch']:2}, {name:48} {ms:7.3f} ms an image")
         print("  " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in row["ratios"].items()))
     for name, seconds in starts.items():
         print(f"{name:45} {seconds:6.2f} s, {seconds / starts['import torch, timm']:.2f} times")
@@ -65,8 +67,8 @@ def main() -> None:
     write_report(options.out, torch.device("cpu"), sha256, {**numbers, "times": times, "start_seconds": starts})
 
 
-def made(path: Path, model: str, size: int) -> None:
-    """A bundle whose tasks have moved everything that they may by a little."""
+def made(path: Path, model: str, size: int, owns: list[str] | None) -> None:
+    """A bundle whose tasks have moved everything that they own by a little."""
     backbone, chance = create_backbone(model, "none"), torch.Generator().manual_seed(0)
     network = Network(
         model=model,
@@ -81,7 +83,7 @@ def made(path: Path, model: str, size: int) -> None:
     bundle = Bundle(path, network)
     with changing(bundle) as change:
         change.store_pretrained(backbone.module)
-        pretrained = copy.deepcopy(backbone.module).eval()
+        pretrained = two_scales(copy.deepcopy(backbone.module)).eval()
         net = network.around(backbone.module)
         for task in range(TASKS):
             net.add_task(str(task), [f"{task}-{label}" for label in range(CLASSES)])
@@ -90,7 +92,7 @@ def made(path: Path, model: str, size: int) -> None:
                 for name in ("norms", "deltas", "head"):
                     for parameter in net.groups()[name]:
                         parameter.add_(0.01 * torch.randn(parameter.shape, generator=chance))
-            net.finish_task()
+            net.finish_task(owns)
             labels = torch.arange(CLASSES).repeat(PHOTOS)
             with torch.no_grad():
                 features = pretrained(torch.cat([pictures(task, label, size) for label in labels.tolist()]))
@@ -109,7 +111,7 @@ def pictures(task: int, label: int, size: int, count: int = 1) -> Tensor:
     return nn.functional.interpolate(3 * pattern, (size, size)) + 0.1 * torch.randn(count, 3, size, size)
 
 
-def timed(bundle: Bundle, scratch: Path, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+def timed(bundle: Bundle, heads: Bundle, scratch: Path, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     images = pictures(0, 0, options.size, batch)
     file, _ = export_bundle(bundle.path, "0", scratch / "0.onnx")
     settings = onnxruntime.SessionOptions()
@@ -125,9 +127,13 @@ def timed(bundle: Bundle, scratch: Path, batch: int, options: argparse.Namespace
     for how, predictor in predictors.items():
         calls[f"predict {how}, task given"] = lambda p=predictor: p.predict(images, ["0"] * batch)
         calls[f"predict {how}, guessing among {TASKS}"] = lambda p=predictor: p.predict(images, [None] * batch)
+    predictor_of_heads = ready(heads)
+    calls[f"predict with onnxruntime, guessing among {TASKS} heads"] = lambda: predictor_of_heads.predict(
+        images, [None] * batch
+    )
     with torch.inference_mode():
         found = least(calls, options.repeats)
-    runtime, torch_alone, given, guessed, torch_given, torch_guessed = found.values()
+    runtime, torch_alone, given, guessed, torch_given, torch_guessed, head = found.values()
     expected = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
     logits = [torch.stack(predictor.logits(images, ["0"] * batch)) for predictor in predictors.values()]
     return {
@@ -138,6 +144,7 @@ def timed(bundle: Bundle, scratch: Path, batch: int, options: argparse.Namespace
             "without onnxruntime against folded torch": torch_given / torch_alone,
             "guess against given": guessed / given,
             "the same without onnxruntime": torch_guessed / torch_given,
+            "guess of a head against given": head / given,
         },
         "largest difference of logits": max(float((found - expected).abs().max()) for found in logits),
     }

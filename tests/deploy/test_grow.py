@@ -107,7 +107,7 @@ def test_the_label_space_is_that_of_learning_in_any_order(path, photos, decoded,
         for name in ("stripes 1", "stripes 0", "stripes 2"):
             remove_class(change, "reds", name)
     after = Bundle.open(path).label_space()
-    probe = torch.randn(5, len(before.centre), generator=torch.Generator().manual_seed(0))
+    probe = torch.randn(5, before.means.shape[1], generator=torch.Generator().manual_seed(0))
     places = {name: n for n, name in enumerate(after.tasks)}
     order = torch.cat([(after.of_class == places[name]).nonzero().flatten() for name in before.tasks])
     torch.testing.assert_close(after.logits(probe)[:, order], before.logits(probe), rtol=1e-6, atol=1e-6)

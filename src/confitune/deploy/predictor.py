@@ -216,7 +216,7 @@ class Predictor:
             self._space = self.bundle.label_space()
             self._classes = [(task, label) for task in self._space.tasks for label in self.tasks[task].classes]
         space, features = self._space, self._features(x)
-        if features.shape[1] != len(space.centre):
+        if features.shape[1] != space.means.shape[1]:
             raise BundleError(f"{self.bundle.path} keeps features of another network: name the task")
         for name in among or ():
             self.bundle.record(name)

@@ -63,17 +63,13 @@ class FeatureSums:
     def gaussians(self, ridge: float = _USUAL_RIDGE) -> Gaussians:
         """The classifier over all classes; `ridge` times the mean variance within classes is added to all variances."""
         counts, sums = torch.cat(list(self.counts.values())), torch.cat(list(self.sums.values()))
-        used, images = counts.clamp_min(1)[:, None], counts.sum()
-        means, centre = sums / used, sums.sum(0) / images
+        images = counts.sum()
+        means = sums / counts.clamp_min(1)[:, None]
         within = (self.second - means.T @ sums) / images
-        around = self.second / images - torch.outer(centre, centre)
-        added = (ridge * within.diagonal().mean()).clamp_min(1e-9) * torch.eye(len(within), dtype=within.dtype)
-        whiten = _whitening(within + added)
-        whiten_all = _whitening(around + added)
+        within.diagonal().add_((ridge * within.diagonal().mean()).clamp_min(1e-9))
         tasks = tuple(self.counts)
         of_class = torch.cat([torch.full((len(self.counts[name]),), n) for n, name in enumerate(tasks)])
-        white = means @ whiten
-        return Gaussians(tasks, of_class, whiten, white, white.square().sum(1) / 2, centre, whiten_all, ridge)
+        return Gaussians(tasks, of_class, means, torch.linalg.cholesky(within), counts / images, ridge)
 
     def calibrated(self, features: Tensor, labels: Tensor, inside: tuple[Tensor, Tensor] | None = None) -> Gaussians:
         """The classifier whose ridge, temperature and threshold are chosen on images that are not in the sums.
@@ -110,16 +106,17 @@ class FeatureSums:
         counts = torch.cat(list(self.counts.values()))
         several = counts[labels] > 1
         x, labels, images = features[several].double(), labels[several], float(counts.sum())
-        n = counts[labels]
-        white = x @ gaussians.whiten
-        own = white - gaussians.means[labels]
-        own_length, share = own.square().sum(1), n / ((n - 1) * images)
-        shrunk = share / (1 - share * own_length)
-        lengths = white.square().sum(1, keepdim=True) - 2 * (white @ gaussians.means.T - gaussians.offsets)
-        along = (own * white).sum(1, keepdim=True) - own @ gaussians.means.T
-        distances = lengths + shrunk[:, None] * along.square()
-        distances[torch.arange(len(x)), labels] *= (n / (n - 1)).square()
-        around = ((x - gaussians.centre) @ gaussians.whiten_all).square().sum(1)
+        n, each = counts[labels], torch.arange(len(x))
+        length: Tensor = torch.linalg.solve_triangular(gaussians.lower, x.T, upper=False).square().sum(0)
+        distances = length[:, None] - 2 * gaussians.logits(x)
+        own, share = distances[each, labels], n / ((n - 1) * images)
+        # (x - mean) towards (x - mean of each class), by the inverse covariance
+        across = (x - gaussians.means[labels]) @ gaussians.towards
+        along = own[:, None] + across[each, labels, None] - across
+        shrunk = share / (1 - share * own)
+        distances = distances + shrunk[:, None] * along.square()
+        distances[each, labels] *= (n / (n - 1)).square()
+        around = length - gaussians.apart(x)
         around = around * (images / (images - 1)) ** 2 / (1 - around / (images - 1))
         return distances.min(1).values - around
 
@@ -130,30 +127,46 @@ class Gaussians:
 
     tasks: tuple[str, ...]  # names
     of_class: Tensor  # [C], for each class the position of its task
-    whiten: Tensor  # [F, F]; features times it have unit variance within classes
-    means: Tensor  # [C, F], of classes, whitened
-    offsets: Tensor  # [C], half of the squared lengths of the means
-    centre: Tensor  # [F], of all images
-    whiten_all: Tensor  # [F, F]; features times it have unit variance
+    means: Tensor  # [C, F], of classes
+    lower: Tensor  # [F, F], times its transpose the covariance within classes, with a ridge
+    shares: Tensor  # [C], of all images
     ridge: float
     temperature: float = 1.0  # that logits are divided by
     threshold: float = math.inf  # images that are more unusual are unknown
 
     def logits(self, features: Tensor) -> Tensor:
         """[N, C], log-likelihoods up to what all classes share."""
-        return features.double() @ self._towards - self.offsets
+        return features.double() @ self.towards - self._offsets
 
     @cached_property
-    def _towards(self) -> Tensor:
-        """[F, C], what features are multiplied with for logits."""
-        return self.whiten @ self.means.T
+    def towards(self) -> Tensor:
+        """[F, C], the inverse covariance times the means: what features are multiplied with for logits."""
+        return torch.cholesky_solve(self.means.T, self.lower)
 
     @cached_property
-    def _apart(self) -> tuple[Tensor, Tensor, Tensor]:
-        """[F, F], [F] and a number: by how much the distances from zero and from all images differ, as a polynomial."""
-        whole = self.whiten_all @ self.whiten_all.T
-        inside = whole @ self.centre
-        return (self.whiten @ self.whiten.T - whole).float(), 2 * inside, -self.centre @ inside
+    def _offsets(self) -> Tensor:
+        return (self.means.T * self.towards).sum(0) / 2
+
+    @cached_property
+    def _spread(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of what `apart` is, as a polynomial: a factor of the quadratic part, the linear and the constant part.
+
+        The covariance of all images is that within classes plus one of the means, U UT. So its inverse is less by a
+        matrix of no higher rank (Woodbury), S U (1 + UT S U)^-1 UT S with the inverse S of the former.
+        """
+        centre = self.shares @ self.means
+        u = torch.linalg.qr(self.shares.sqrt()[:, None] * (self.means - centre), mode="r").R.T
+        both = torch.cholesky_solve(torch.cat([u, centre[:, None]], 1), self.lower)
+        solved, towards_centre = both[:, :-1], both[:, -1]
+        inner = torch.linalg.cholesky(torch.eye(u.shape[1], dtype=u.dtype) + u.T @ solved)
+        factor = torch.linalg.solve_triangular(inner, solved.T, upper=False).T
+        linear = towards_centre - factor @ (factor.T @ centre)
+        return factor, 2 * linear, -centre @ linear
+
+    def apart(self, features: Tensor) -> Tensor:
+        """[N], squared distances from zero within classes, less those from the centre among all images."""
+        x, (factor, linear, constant) = features.double(), self._spread
+        return (x @ factor).square().sum(1) + x @ linear + constant
 
     def probabilities(self, features: Tensor, allowed: Tensor | None = None) -> Tensor:
         """[N, C], of the classes of all tasks, or of the tasks that are allowed: [T], or [N, T] for each image."""
@@ -187,18 +200,9 @@ class Gaussians:
 
     def unusual(self, features: Tensor) -> Tensor:
         """[N], how much farther images are from the nearest class than from all images together."""
-        x, (quadratic, linear, constant) = features.double(), self._apart
-        apart = (((x.float() @ quadratic).double() + linear) * x).sum(1) + constant
-        return apart - 2 * self.logits(features).max(1).values
+        return self.apart(features) - 2 * self.logits(features).max(1).values
 
 
 def _by_temperature(logits: Tensor, labels: Tensor, doubt: float = 0.0) -> list[float]:
     """The loss of logits at each temperature; one after the other, as all classes of many tasks are large."""
     return [float(cross_entropy(logits / by, labels, label_smoothing=doubt)) for by in _TEMPERATURES]
-
-
-def _whitening(covariance: Tensor) -> Tensor:
-    """W with W WT the inverse of a covariance."""
-    lower = torch.linalg.cholesky(covariance)
-    inverse: Tensor = torch.linalg.solve_triangular(lower, torch.eye(len(lower), dtype=lower.dtype), upper=False)
-    return inverse.T
