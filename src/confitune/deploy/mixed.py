@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models.convnext import LayerNorm2d as TorchvisionLayerNorm2d
 
 from confitune.deploy.folding import copied_to_cpu, make_plain
-from confitune.engine.capture import compiled
+from confitune.engine.capture import compiled, forget_capture
 from confitune.errors import ConfituneError
 from confitune.nn import ContinualNet, Deltas, Head, Moments, Norms, XconvNorms
 from confitune.nn.parts.norms import norm_layers
@@ -135,11 +135,10 @@ class MixedNet:
         return self._passes[size](x, rows)
 
     @torch.no_grad()
-    def warm_up(self, most: int = SIZES[-1]) -> None:
-        """Compile and capture what batches of up to so many images need, on a GPU; it takes a minute or more."""
-        for below, size in zip((0, *SIZES), SIZES, strict=False):
-            if below < most and self._device.type == "cuda":
-                self._passes[size] = self._captured(size, compiled(self._forward), self._forward)
+    def warm_up(self, sizes: Sequence[int] = SIZES) -> None:
+        """Compile and capture for batches of these sizes, on a GPU; each takes up to a minute."""
+        for size in sizes if self._device.type == "cuda" else ():
+            self._passes[size] = self._captured(size, compiled(self._forward), self._forward)
 
     def _captured(self, size: int, *ways: Callable[..., Outputs]) -> Callable[..., Outputs]:
         """The first of these ways that works."""
@@ -271,20 +270,30 @@ def _convolved(layer: nn.Conv2d, x: Tensor, weight: Tensor) -> Tensor:
     return cast(Tensor, y[0].unflatten(0, (n, -1)))
 
 
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: libraries keep tens of megabytes for every stream that they have seen."""
+    return torch.cuda.Stream(device)
+
+
 class Captured:
     """A function of tensors as a CUDA graph, for batches of up to as many as `inputs` have, which become its own."""
 
     def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Tensor], pool: Any = None) -> None:
         device = inputs[0].device
-        self._inputs, self._graph, stream = inputs, torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        self._inputs, self._graph, stream = inputs, torch.cuda.CUDAGraph(), _stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(3):  # a compiler compiles, libraries choose their algorithms
                 function(*inputs)
         torch.cuda.current_stream(device).wait_stream(stream)
         # 'thread_local': other threads may use the device meanwhile. Graphs of one pool never run at the same time.
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._outputs = function(*inputs)
+        try:
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                self._outputs = function(*inputs)
+        except Exception:
+            forget_capture()
+            raise
 
     def __call__(self, *given: Tensor) -> Outputs:
         """The outputs for what is given, without those for what is left in the inputs' other places."""

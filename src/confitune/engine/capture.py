@@ -173,9 +173,7 @@ class Executor:
         except RuntimeError as error:
             torch.cuda.synchronize(self.device)
             self.net.observer.counts = counts
-            # A broken-off capture leaves the generator believing that it is in one.
-            for generator in torch.cuda.default_generators:
-                generator.graphsafe_set_state(generator.clone_state())
+            forget_capture()
             self._give_up(str(error).splitlines()[0])
             return False
         self._graphs[kind] = _Captured(graph, self.net.observer.seen, static, output)
@@ -231,6 +229,12 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def forget_capture() -> None:
+    """After a capture that broke off, which leaves generators of random numbers believing that they are in one."""
+    for generator in torch.cuda.default_generators:
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
