@@ -1,26 +1,38 @@
 """What a batch costs whose images belong to different tasks, against a batch of one task, in the same run.
 
     python benchmarks/mixed.py                        # a minute on 2 cores
-    python benchmarks/mixed.py --model resnet18 --device cuda
+    python benchmarks/mixed.py --model resnet18 --method best --device cuda --tasks 64 --batch-size 256
 
 The network takes a mixed batch task by task: it makes the task's own parts live, ready under the weights of today, and
-sends the task's images through. On a GPU that are many small launches.
+sends the task's images through. On a GPU that are many small launches. There, a predictor sends all images through
+together (`deploy/mixed.py`); that is measured, too, captured as a CUDA graph, and compiled and captured. What it is
+compared with is the folded network of one task in the same precision and memory format, captured, and compiled and
+captured. Images are on the device, and answers stay there. And: how long one image of a task takes that is not on the
+device, read from a file.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from report import write_report
+from safetensors.torch import load_file, save_file
 from step import synchronize
+from torch import Tensor
 
+from confitune.deploy import folded
+from confitune.deploy.mixed import SIZES, Captured, MixedNet
 from confitune.engine import TrainSettings
+from confitune.engine.capture import compiled
 from confitune.methods import create_method
-from confitune.nn import create_backbone
+from confitune.nn import ContinualNet, create_backbone
 
 
 def main() -> None:
@@ -82,7 +94,114 @@ def main() -> None:
         "mixed_seconds": mixed,
         "ratio": ratio,
     }
+    if device.type == "cuda":
+        numbers |= on_gpu(net, x, index, options)
     write_report(options.out, device, backbone.weights_sha256, numbers)
+
+
+@torch.no_grad()
+def on_gpu(net: ContinualNet, x: Tensor, index: Tensor, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of every way, in turns; ratios against one task's; milliseconds for a task that has to be read."""
+    expected = net(x, index)  # warm
+    one = folded(net, "task1").to(x.device).to(memory_format=torch.channels_last)
+
+    def forward(images: Tensor) -> tuple[Tensor, Tensor]:
+        features = one.backbone(images)
+        return features, one.head(features)
+
+    names = [list(net.tasks)[task] for task in index.tolist()]
+    ways: dict[str, Callable[[], Any]] = {"task by task": lambda: net(x, index)}
+    seconds_to_make: dict[str, float] = {}
+
+    def made(name: str, make: Callable[[], Callable[[], Any]]) -> None:
+        began = time.perf_counter()
+        ways[name] = make()
+        ways[name]()
+        synchronize(x.device)
+        seconds_to_make[name] = time.perf_counter() - began
+        print(f"{name}: made in {seconds_to_make[name]:.1f} s", flush=True)
+
+    def mixing(compiles: bool) -> Callable[[], Any]:
+        mixed = mixed_of(net, x, options.classes)
+        if compiles:
+            mixed.warm_up([next(size for size in (*SIZES, SIZES[-1]) if size >= min(len(x), SIZES[-1]))])
+        return lambda: mixed(x, names)
+
+    def alone(function: Callable[..., Any]) -> Callable[[], Any]:
+        run = Captured(function, [x.clone()])
+        return lambda: run(x)
+
+    made("one task, captured", lambda: alone(forward))
+    made("one task, compiled", lambda: alone(compiled(forward)))
+    made("mixed, captured", lambda: mixing(False))
+    made("mixed, compiled", lambda: mixing(True))
+    real = expected.isfinite()
+    differences = {
+        name: float((ways[name]()[1][:, : expected.shape[1]][real] - expected[real]).abs().max())
+        for name in ("mixed, captured", "mixed, compiled")
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(options.repeats):
+        for name, way in ways.items():
+            synchronize(x.device)
+            began = time.perf_counter()
+            way()
+            synchronize(x.device)
+            times[name].append(time.perf_counter() - began)
+
+    def ratio(name: str, other: str) -> float:
+        return statistics.median(a / b for a, b in zip(times[name], times[other], strict=True))
+
+    ratios = {
+        "mixed captured / one captured": ratio("mixed, captured", "one task, captured"),
+        "mixed compiled / one captured": ratio("mixed, compiled", "one task, captured"),
+        "mixed compiled / one compiled": ratio("mixed, compiled", "one task, compiled"),
+        "task by task / one captured": ratio("task by task", "one task, captured"),
+    }
+    read = milliseconds_to_read(net, x[:1], options)
+    for name, of_way in times.items():
+        print(f"{name}: {1000 * statistics.median(of_way):.2f} ms")
+    for name, value in ratios.items():
+        print(f"{name}: {value:.3f}")
+    print(f"logits differ by up to {differences} of {float(expected[real].abs().max()):.2f}")
+    print(f"an image of a task that is not on the device: {statistics.median(read):.1f} ms, at most {max(read):.1f} ms")
+    return {
+        "seconds": times,
+        "ratios": ratios,
+        "seconds_to_make": seconds_to_make,
+        "largest_difference_of_logits": differences,
+        "milliseconds_to_read_a_task": read,
+        "tf32_convolutions": torch.backends.cudnn.allow_tf32,
+    }
+
+
+def mixed_of(net: ContinualNet, x: Tensor, classes: int) -> MixedNet:
+    """The network with all its tasks; a predictor has room for 256, and for some classes more."""
+    mixed = MixedNet(net, x.shape[1:], max(len(net.tasks), 256) + 2, 16 * -(-classes // 16))
+    for task in list(net.tasks):
+        net.prepare(task)
+        mixed.load(task, net)
+    return mixed
+
+
+def milliseconds_to_read(net: ContinualNet, x: Tensor, options: argparse.Namespace) -> list[float]:
+    """As a predictor reads a task: its file, the network's live tensors, its row; then the image's logits."""
+    mixed, found = mixed_of(net, x, options.classes), []
+    mixed(x, ["task1"])  # captured
+    with tempfile.TemporaryDirectory() as folder:
+        for task in list(net.tasks)[: options.repeats]:
+            path, classes = Path(folder) / f"{task}.safetensors", net.tasks[task].classes
+            save_file({key: value.contiguous().cpu() for key, value in net.task_state_dict(task).items()}, path)
+            net.drop_task(task)
+            mixed.drop(task)
+            synchronize(x.device)
+            began = time.perf_counter()
+            net.load_task_state_dict(task, load_file(path), classes)
+            net.prepare(task)
+            mixed.load(task, net)
+            mixed(x, [task])[1].cpu()
+            found.append(1000 * (time.perf_counter() - began))
+    return found
 
 
 if __name__ == "__main__":

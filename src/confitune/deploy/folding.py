@@ -51,7 +51,7 @@ def folded(net: ContinualNet, task: str) -> nn.Sequential:
     """
     own = copied_to_cpu(net)
     own.prepare(task)
-    _make_plain(own)
+    make_plain(own)
     return nn.Sequential(OrderedDict(backbone=own.backbone, head=own.head.linear)).eval().requires_grad_(False)
 
 
@@ -59,7 +59,7 @@ def folded_pretrained(net: ContinualNet) -> nn.Module:
     """The same of the backbone as pre-trained, of a network that keeps that state: images -> features."""
     own = copied_to_cpu(net)
     own.start_pretrained()
-    _make_plain(own)
+    make_plain(own)
     return own.backbone.eval().requires_grad_(False)
 
 
@@ -88,7 +88,7 @@ def example_images(backbone: nn.Module, size: Size | None = None) -> Tensor | No
 
 
 @torch.no_grad()
-def _make_plain(net: ContinualNet) -> None:
+def make_plain(net: ContinualNet) -> None:
     """Put what the parts of the live task do into the backbone itself, and take our hooks off."""
     for part in net.parts.values():
         if isinstance(part, Deltas):

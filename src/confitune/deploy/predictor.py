@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import io
 import logging
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch.nn.functional import linear
 
 from confitune.deploy.bundle import Bundle, BundleError, TaskRecord
 from confitune.deploy.folding import Runners, folded, folded_pretrained
+from confitune.deploy.mixed import SIZES, CannotMixError, MixedNet
 from confitune.engine import TrainSettings
 from confitune.errors import ConfituneError
 from confitune.methods.gaussian import Gaussians
@@ -55,6 +57,7 @@ class Predictor:
     """A bundle ready to answer. Threads may share one: they decode in parallel and are answered one after the other.
 
     On a CPU a task that is asked a second time gets a runner, see `folding.py`: making one takes longer than an answer.
+    On a GPU images of all tasks go through the network together, see `mixed.py`.
 
     Args:
         bundle: later changes on disk are seen after `renew`.
@@ -79,6 +82,7 @@ class Predictor:
         self._pipeline = Pipeline()
         self._lock = threading.RLock()
         self._heads: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()  # of tasks in memory, used last at the end
+        self._mixed: MixedNet | None = None
         self._seen = bundle.stamp()
         self._load(bundle)
         self._take(bundle)
@@ -94,6 +98,32 @@ class Predictor:
         self._keeps_pretrained = bundle.keeps_pretrained
         self._runners = Runners(bundle.network.size) if self.device.type == "cpu" else None
         self._heads.clear()
+        if self._mixed is not None and self._has_room(bundle) and bundle.network == self.bundle.network:
+            self._mixed.follow(self._net)
+        elif self.device.type == "cuda":
+            self._mixed = self._mixes(bundle)
+
+    def _mixes(self, bundle: Bundle) -> MixedNet | None:
+        """The network for images of several tasks at once, with room for some more classes than there are."""
+        image, classes = (3, bundle.network.size, bundle.network.size), 16 * math.ceil(_most_classes(bundle) / 16)
+        try:
+            # Two rows more: for no task, and for a task that is read before another one goes.
+            return MixedNet(self._net, image, self.ready + 2, classes)
+        except CannotMixError as error:
+            _log.warning("%s. Images of several tasks are answered task by task, which takes longer", error)
+            return None
+
+    def _has_room(self, bundle: Bundle) -> bool:
+        return self._mixed is None or self._mixed.classes >= _most_classes(bundle)
+
+    def warm_up(self, most: int = SIZES[-1]) -> None:
+        """On a GPU, compile what batches of up to so many images need, which takes minutes; elsewhere nothing.
+
+        Without it answers are the same, but batches of several tasks take about half as long again.
+        """
+        with self._lock:
+            if self._mixed is not None:
+                self._mixed.warm_up([size for below, size in zip((0, *SIZES), SIZES, strict=False) if below < most])
 
     def _take(self, bundle: Bundle) -> None:
         self.bundle = bundle
@@ -118,7 +148,7 @@ class Predictor:
                 bundle = Bundle.open(self.bundle.path)
                 if bundle.damage is not None:
                     raise BundleError(bundle.damage)
-                if bundle.has_backbone_of(self.bundle):
+                if self._has_room(bundle) and bundle.has_backbone_of(self.bundle):
                     for task in list(self._heads):
                         if task not in bundle.tasks or bundle.tasks[task].file != self.tasks[task].file:
                             self._drop(task)
@@ -154,14 +184,14 @@ class Predictor:
             among: the tasks that a guess may be one of; default: all.
         """
 
-        def answers(x: Tensor, task: str | None) -> list[Prediction]:
+        def answers(x: Tensor, of: Sequence[Any]) -> list[Prediction]:
             best = max(top, 1)
-            return self._guessed(x, best, among) if task is None else self._of_task(x, task, best)
+            return self._guessed(x, best, among) if of[0] is None else self._of_tasks(x, of, best)
 
         with self._lock:
             while True:
                 try:
-                    return self._by_task(pixels, tasks, answers)
+                    return self._together(pixels, tasks, answers)
                 except BundleError:  # two changes of the bundle may have deleted a task's files before they were read
                     if not self.renew():
                         raise
@@ -169,40 +199,74 @@ class Predictor:
     def logits(self, pixels: Tensor, tasks: Sequence[str]) -> list[Tensor]:
         """Logits of image n under `tasks[n]`."""
         with self._lock:
-            return self._by_task(pixels, tasks, self._logits)
+            return self._together(pixels, tasks, self._unpadded)
 
     @torch.no_grad()
-    def _by_task(self, pixels: Tensor, tasks: Sequence[Any], answer: Callable[..., Iterable[Any]]) -> list[Any]:
-        """What `answer(inputs, task)` gives for each image; it is called once for all images of a task."""
+    def _together(self, pixels: Tensor, tasks: Sequence[Any], answer: Callable[..., Iterable[Any]]) -> list[Any]:
+        """What `answer(inputs, tasks)` gives for each image. It is called once for all images of a task; once for those
+        of all tasks that are given, where they can go through the network together."""
         if len(pixels) != len(tasks):
             raise DataError(f"{len(pixels)} images and {len(tasks)} tasks: give one task for each image, or None")
+        groups: dict[Any, list[int]] = {}
+        for n, task in enumerate(tasks):
+            groups.setdefault(task if self._mixed is None else task is None, []).append(n)
         found: dict[int, Any] = {}
-        for task in dict.fromkeys(tasks):
-            mine = [n for n, other in enumerate(tasks) if other == task]
+        for mine in groups.values():
             x = self.preprocess(pixels[mine].to(self.device))
-            found.update(zip(mine, answer(x, task), strict=True))
+            found.update(zip(mine, answer(x, [tasks[n] for n in mine]), strict=True))
         return [found[n] for n in range(len(tasks))]
 
-    def _of_task(self, x: Tensor, task: str, top: int) -> list[Prediction]:
-        """Answers where the task is given."""
-        classes = self.bundle.record(task).classes
-        shares, places = self._logits(x, task).softmax(1).topk(min(top, len(classes)))
+    def _of_tasks(self, x: Tensor, tasks: Sequence[str], top: int) -> list[Prediction]:
+        """Answers where the tasks are given."""
+        classes = [self.bundle.record(task).classes for task in tasks]
+        logits = self._logits(x, tasks)
+        places = logits.topk(min(top, logits.shape[1])).indices
+        shares = logits.softmax(1).gather(1, places)
         found = []
-        for best, of_image in zip(places.tolist(), shares.tolist(), strict=True):
-            named = tuple((classes[place], share) for place, share in zip(best, of_image, strict=True))
+        for task, names, best, of_image in zip(tasks, classes, places.tolist(), shares.tolist(), strict=True):
+            named = tuple(
+                (names[place], share) for place, share in zip(best, of_image, strict=True) if place < len(names)
+            )
             found.append(Prediction(task, None, named, self.version))
         return found
 
-    def _logits(self, x: Tensor, task: str, pretrained: Tensor | None = None) -> Tensor:
-        """Of images of one task, on the CPU; a task that owns only a head reads their pre-trained features."""
+    def _unpadded(self, x: Tensor, tasks: Sequence[str]) -> list[Tensor]:
+        """Logits of each image's own classes."""
+        counts = [len(self.bundle.record(task).classes) for task in tasks]
+        return [row[:count] for row, count in zip(self._logits(x, tasks), counts, strict=True)]
+
+    def _logits(self, x: Tensor, tasks: Sequence[str], pretrained: Tensor | None = None) -> Tensor:
+        """Of images under their tasks, on the CPU, padded with -inf. The tasks are one, unless images can be mixed.
+
+        A task that owns only a head reads their pre-trained features.
+        """
+        task = tasks[0]
         self._make_ready(task)
-        if self._keeps_pretrained and self._net.tasks[task].only_head:
-            features = self._features(x) if pretrained is None else pretrained
+        only_head = self._keeps_pretrained and self._net.tasks[task].only_head
+        if only_head and pretrained is not None:
+            rows = linear(pretrained, *self._heads[task])
+        elif self._mixed is not None:
+            rows = self._mixed_logits(self._mixed, x, tasks)
         else:
-            features = self._features(x, task)
-        rows = linear(features, *self._heads[task]).float().cpu()
-        if not rows.isfinite().all():
+            rows = linear(self._features(x, None if only_head else task), *self._heads[task])
+        rows = rows.float().cpu()
+        counts = torch.tensor([len(self.bundle.record(task).classes) for task in tasks])
+        wrong = (~rows.isfinite() & (torch.arange(rows.shape[1]) < counts[:, None])).any(1)
+        if wrong.any():
+            task = tasks[int(wrong.nonzero()[0])]
             raise BundleError(f"task {task!r} gives NaN or infinite outputs: its training diverged")
+        return rows
+
+    def _mixed_logits(self, mixed: MixedNet, x: Tensor, tasks: Sequence[str]) -> Tensor:
+        """The same on the device, in pieces of no more tasks than are kept ready."""
+        names = list(dict.fromkeys(tasks))
+        rows = x.new_empty(len(x), mixed.classes)
+        for first in range(0, len(names), self.ready):
+            some = names[first : first + self.ready]
+            for task in some:
+                self._make_ready(task)
+            mine = [n for n, task in enumerate(tasks) if task in some]
+            rows[mine] = mixed(x[mine], [tasks[n] for n in mine])[1]
         return rows
 
     def _guessed(self, x: Tensor, top: int, among: Sequence[str] | None) -> list[Prediction]:
@@ -224,16 +288,21 @@ class Predictor:
             raise BundleError(f"{self.bundle.path} keeps no features of any of these tasks: name one with --task")
         allowed = None if among is None else torch.tensor([name in among for name in space.tasks])
 
+        known = features.float().cpu()
+        at_once = self._leading(space, x, known, allowed)
+
         def ask(task: int, images: Tensor) -> Tensor | None:
             try:
-                return self._logits(x[images], space.tasks[task], features[images]).double().softmax(1)
+                rows = at_once.get(task)
+                if rows is None:
+                    rows = self._logits(x[images], [space.tasks[task]] * int(images.sum()), features[images])
+                return rows[:, : len(self.tasks[space.tasks[task]].classes)].double().softmax(1)
             except BundleError as error:
                 if self.bundle.stamp() != self._seen:
                     raise  # the file may be gone because there is a newer version
                 _log.warning("%s. Its pre-trained features answer for task %r", error, space.tasks[task])
                 return None
 
-        known = features.float().cpu()
         probabilities = space.two_passes(known, ask, allowed)
         if not probabilities.isfinite().all():
             raise BundleError(f"{self.bundle.path} keeps sums of features that give no probabilities: name the task")
@@ -253,6 +322,21 @@ class Predictor:
             )
         return found
 
+    def _leading(self, space: Gaussians, x: Tensor, known: Tensor, allowed: Tensor | None) -> dict[int, Tensor]:
+        """Logits of images under their leading tasks, by task, in one mixed batch; none where that cannot be done."""
+        if self._mixed is None:
+            return {}
+        leading = space.leading(space.of_tasks(space.probabilities(known, allowed))).T
+        leading &= ~torch.tensor([self.tasks[task].only_head for task in space.tasks])[:, None]
+        if not leading.any():
+            return {}
+        tasks, images = leading.nonzero(as_tuple=True)
+        try:
+            rows = self._logits(x[images], [space.tasks[task] for task in tasks])
+        except BundleError:  # one is damaged: each is asked alone
+            return {}
+        return {task: rows[tasks == task] for task in tasks.unique().tolist()}
+
     def _best_of(self, shares: Tensor, mine: Tensor, top: int) -> tuple[tuple[str, str, float], ...]:
         """Task, name and probability of the likeliest of some classes of the label space."""
         places = mine.nonzero().flatten()
@@ -262,6 +346,11 @@ class Predictor:
 
     def _features(self, x: Tensor, task: str | None = None) -> Tensor:
         """Of images under the network of a task in memory, or (None) under the pre-trained one."""
+        if self._mixed is not None and task is None and self._keeps_pretrained:
+            if None not in self._mixed:
+                with self._net.as_pretrained():
+                    self._mixed.load(None, self._net)
+            return self._mixed(x, [None] * len(x))[0]
         if self._runners is not None:
             name = "pretrained" if task is None else self.tasks[task].file.sha256
             if run := self._runners.find(name, partial(self._plain, task)):
@@ -303,6 +392,9 @@ class Predictor:
             self.unreadable.discard(task)
             head = self._net.head.linear
             self._heads[task] = head.weight.detach().clone(), head.bias.detach().clone()
+            if self._mixed is not None:
+                self._net.prepare(task)
+                self._mixed.load(task, self._net)
         self._heads.move_to_end(task)
         if len(self._heads) > self.ready:
             self._drop(next(iter(self._heads)))
@@ -310,6 +402,12 @@ class Predictor:
     def _drop(self, task: str) -> None:
         del self._heads[task]
         self._net.drop_task(task)
+        if self._mixed is not None:
+            self._mixed.drop(task)
+
+
+def _most_classes(bundle: Bundle) -> int:
+    return max((len(record.classes) for record in bundle.tasks.values()), default=1)
 
 
 def image_files(given: Sequence[str]) -> list[Path]:

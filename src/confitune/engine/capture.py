@@ -121,7 +121,7 @@ class Executor:
         self._seen[kind] += 1
         if trains and self.mode == "compile" and self._seen[kind] > 1 and self.net.observer.sizes_known:
             if forward not in self._compiled:
-                self._compiled[forward] = _compiled(self.net)
+                self._compiled[forward] = compiled(self.net.backbone)
             self._backbone = self._compiled[forward]
         try:
             if self._captures and self._seen[kind] == _NOT_CAPTURED and self.mode == "graph":
@@ -173,9 +173,7 @@ class Executor:
         except RuntimeError as error:
             torch.cuda.synchronize(self.device)
             self.net.observer.counts = counts
-            # A broken-off capture leaves the generator believing that it is in one.
-            for generator in torch.cuda.default_generators:
-                generator.graphsafe_set_state(generator.clone_state())
+            forget_capture()
             self._give_up(str(error).splitlines()[0])
             return False
         self._graphs[kind] = _Captured(graph, self.net.observer.seen, static, output)
@@ -233,21 +231,25 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
             gc.enable()
 
 
-def _compiled(net: ContinualNet) -> Callable[[Tensor], Tensor]:
-    """The backbone, compiled for one kind of step.
+def forget_capture() -> None:
+    """After a capture that broke off, which leaves generators of random numbers believing that they are in one."""
+    for generator in torch.cuda.default_generators:
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function, compiled when it is first called, for tensors of these shapes and this state of its networks.
 
     Each time with a code object of its own, which is what torch.compile keeps its results by: it does not see that a
     parameter was frozen or thawed in between (torch 2.11), and would run the code of another stage.
     """
-    backbone = net.backbone
 
-    def forward(x: Tensor) -> Tensor:
-        features: Tensor = backbone(x)
-        return features
+    def forward(*args: Any) -> Any:
+        return function(*args)
 
     own = FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
-    compiled: Callable[[Tensor], Tensor] = torch.compile(own, dynamic=False)
-    return compiled
+    of_kind: Callable[..., Any] = torch.compile(own, dynamic=False)
+    return of_kind
 
 
 @contextmanager

@@ -180,6 +180,10 @@ class Gaussians:
         found = probabilities.new_zeros(len(probabilities), len(self.tasks))
         return found.index_add_(1, self.of_class, probabilities)
 
+    def leading(self, of_tasks: Tensor) -> Tensor:
+        """[N, T], the likeliest task of each image, and others that are nearly as likely."""
+        return (of_tasks == of_tasks.max(1, keepdim=True).values) | (of_tasks >= _NEARLY)
+
     def two_passes(self, features: Tensor, ask: Ask, allowed: Tensor | None = None) -> Tensor:
         """[N, C], probabilities, where each task's are shared out by the features and its own network together.
 
@@ -188,8 +192,7 @@ class Gaussians:
         """
         found = self.probabilities(features, allowed)
         of_tasks = self.of_tasks(found)
-        leading = (of_tasks == of_tasks.max(1, keepdim=True).values) | (of_tasks >= _NEARLY)
-        for task, images in enumerate(leading.T):
+        for task, images in enumerate(self.leading(of_tasks).T):
             own = ask(task, images) if images.any() else None
             if own is not None:
                 rows, mine = images.nonzero(), (self.of_class == task).nonzero().flatten()

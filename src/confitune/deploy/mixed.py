@@ -1,0 +1,304 @@
+"""Batches whose images belong to different tasks, in one pass: each image reads its own task's numbers.
+
+What a task owns is one row of a table on the device: for each norm a scale and a shift (those of a batch norm have its
+moments in them), for each changed layer the factors of the change, and the head. A batch norm is x * scale + shift, a
+convolution with a change of low rank is W x + B (A x), where A x has only as many channels as the change has ranks: a
+mixed batch costs little more than one task's.
+
+On a GPU a batch is padded to the next of a few sizes, for each of which the pass is captured as a CUDA graph. The table
+and the weights stay where they are, so graphs stay valid whatever tasks come and go.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from timm.layers import BatchNormAct2d, Conv2dSame, GroupNorm, GroupNorm1, LayerNorm, LayerNorm2d, pad_same
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, pad
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchvision.models.convnext import LayerNorm2d as TorchvisionLayerNorm2d
+
+from confitune.deploy.folding import copied_to_cpu, make_plain
+from confitune.engine.capture import compiled, forget_capture
+from confitune.errors import ConfituneError
+from confitune.nn import ContinualNet, Deltas, Head, Moments, Norms, XconvNorms
+from confitune.nn.parts.norms import norm_layers
+
+_log = logging.getLogger(__name__)
+SIZES = (1, 8, 32, 64, 128, 256)  # of captured batches; larger ones go in pieces
+_PARTS = (Head, Norms, Moments, XconvNorms, Deltas)
+# Norms that end with a scale and a shift (of timm's with an activation: before it), and along which axis.
+_FIRST = (_BatchNorm, BatchNormAct2d, nn.GroupNorm, GroupNorm, GroupNorm1, LayerNorm2d, TorchvisionLayerNorm2d)
+_LAST = (nn.LayerNorm, LayerNorm, nn.RMSNorm)
+_AXES: dict[Any, int] = {**{kind.forward: 1 for kind in _FIRST}, **{kind.forward: -1 for kind in _LAST}}
+Outputs = tuple[Tensor, Tensor]
+
+
+class CannotMixError(ConfituneError):
+    """A network in which images of one batch cannot have tasks of their own."""
+
+
+class MixedNet:
+    """A copy of a network for batches of images of any tasks; tasks are loaded from that network, which stays as it is.
+
+    Args:
+        net: its backbone and parts count, not its tasks.
+        image: shape of one, [C, H, W].
+        tasks: for how many there is room.
+        classes: of a task, at most.
+    """
+
+    def __init__(self, net: ContinualNet, image: Sequence[int], tasks: int, classes: int) -> None:
+        if others := [name for name, part in net.parts.items() if type(part) not in _PARTS]:
+            raise CannotMixError(f"tasks own {', '.join(others)}, which all images of a batch share")
+        self._image, self.classes = tuple(image), classes
+        self._device = next(net.backbone.parameters()).device
+        self._backbone = _plain(net).to(self._device)
+        self._slots: dict[str, tuple[int, torch.Size]] = {}  # of a row: where what starts, and its shape
+        self._numbers = 0
+        self._norms = norm_layers(self._backbone)
+        for name, norm in self._norms.items():
+            self._replace_norm(name, norm)
+        for name in net.part(Deltas).layers if "deltas" in net.parts else ():
+            self._replace_changed(name, self._backbone.get_submodule(name), net.part(Deltas).live(True))
+        self._slot("head.weight", (classes, net.head.features))
+        self._slot("head.bias", (classes,))
+        self._table = torch.zeros(tasks, self._numbers, device=self._device)
+        self._rows: dict[str | None, int] = {}
+        self._own: dict[str, Tensor] = {}  # during a pass: of each image
+        self._passes: dict[int, Callable[..., Outputs]] = {}  # by size
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        try:  # five: no layer has as many windows or tokens, so one that sees something else than images is found
+            with torch.no_grad():
+                self._forward(*self._blank(5))
+        except Exception as error:
+            raise CannotMixError(f"{type(net.backbone).__name__} does not take images one by one: {error}") from error
+
+    # ---- tasks -----------------------------------------------------------------------------------------------------
+
+    def __contains__(self, task: str | None) -> bool:
+        return task in self._rows
+
+    @torch.no_grad()
+    def load(self, task: str | None, net: ContinualNet) -> None:
+        """Copy what is live in `net` into the task's row. None is no task, and has no head."""
+        if task not in self._rows:
+            self._rows[task] = min(set(range(len(self._table))) - set(self._rows.values()))
+        row = self._rows[task]
+        own = {key: tensor[0] for key, tensor in self._read(self._table[row : row + 1]).items()}
+        for name, norm in norm_layers(net.backbone).items():
+            if f"{name}.scale" in own:
+                for key, value in zip(("scale", "shift"), _affine(norm), strict=True):
+                    own[f"{name}.{key}"].copy_(value)
+        for key, value in net.part(Deltas).live(True).items() if "deltas" in net.parts else ():
+            own[key].copy_(value)
+        own["head.weight"].zero_()
+        own["head.bias"].fill_(-torch.inf)
+        for key, value in net.head.linear.state_dict().items() if task is not None else ():
+            own[f"head.{key}"][: len(value)].copy_(value)
+
+    def drop(self, task: str | None) -> None:
+        """Make room, if the task has a row."""
+        self._rows.pop(task, None)
+
+    @torch.no_grad()
+    def follow(self, net: ContinualNet) -> None:
+        """Take over the shared weights of another network of the same kind, and forget all tasks."""
+        self._rows.clear()
+        state = _plain(net).state_dict()
+        for name, tensor in self._backbone.state_dict().items():
+            if name.rpartition(".")[0] not in self._norms:
+                tensor.copy_(state[name])
+
+    # ---- images ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, tasks: Sequence[str | None]) -> Outputs:
+        """Features, and logits padded with -inf, of images under their tasks, which have been loaded."""
+        rows = torch.tensor([self._rows[task] for task in tasks], device=self._device)
+        pieces = zip(x.split(SIZES[-1]), rows.split(SIZES[-1]), strict=True)
+        features, logits = zip(*(self._piece(*piece) for piece in pieces), strict=True)
+        return torch.cat(features), torch.cat(logits)
+
+    def _piece(self, x: Tensor, rows: Tensor) -> Outputs:
+        if self._device.type != "cuda":
+            return self._forward(x, rows)
+        size = next(size for size in SIZES if size >= len(x))
+        if size not in self._passes:
+            self._passes[size] = self._captured(size, self._forward)
+        return self._passes[size](x, rows)
+
+    @torch.no_grad()
+    def warm_up(self, sizes: Sequence[int] = SIZES) -> None:
+        """Compile and capture for batches of these sizes, on a GPU; each takes up to a minute."""
+        for size in sizes if self._device.type == "cuda" else ():
+            self._passes[size] = self._captured(size, compiled(self._forward), self._forward)
+
+    def _captured(self, size: int, *ways: Callable[..., Outputs]) -> Callable[..., Outputs]:
+        """The first of these ways that works."""
+        for way in ways:
+            try:
+                return Captured(way, self._blank(size), self._pool)
+            except Exception as error:  # whatever a compiler and a runtime can say
+                _log.warning(
+                    "batches of %d images take longer than they could: %s", size, str(error).partition("\n")[0]
+                )
+        return self._forward
+
+    def _blank(self, count: int) -> tuple[Tensor, Tensor]:
+        x = torch.zeros(count, *self._image, device=self._device).contiguous(memory_format=torch.channels_last)
+        return x, torch.zeros(count, dtype=torch.long, device=self._device)
+
+    def _forward(self, x: Tensor, rows: Tensor) -> Outputs:
+        self._own = self._read(self._table[rows])
+        features: Tensor = self._backbone(x)
+        weight, bias = self._own["head.weight"], self._own["head.bias"]
+        self._own = {}
+        return features, torch.baddbmm(bias[..., None], weight, features[..., None])[..., 0]
+
+    # ---- layers ----------------------------------------------------------------------------------------------------
+
+    def _slot(self, name: str, shape: Sequence[int]) -> None:
+        self._slots[name] = self._numbers, torch.Size(shape)
+        self._numbers += -(-torch.Size(shape).numel() // 4) * 4  # processors read four numbers at a time
+
+    def _read(self, rows: Tensor) -> dict[str, Tensor]:
+        """Views of what rows [N, numbers] hold, by name."""
+        slots = self._slots.items()
+        return {name: rows[:, at : at + shape.numel()].unflatten(1, shape) for name, (at, shape) in slots}
+
+    def _of(self, name: str, keys: Sequence[str], x: Tensor) -> list[Tensor]:
+        """What each image that a layer sees has of its own."""
+        own = [self._own[f"{name}.{key}"] for key in keys if f"{name}.{key}" in self._own]
+        if len(own[0]) != len(x):
+            raise CannotMixError(f"{name} sees {len(x)} entries of {len(own[0])} images")
+        return own
+
+    def _replace_norm(self, name: str, norm: Any) -> None:
+        batch, axis = isinstance(norm, _BatchNorm), _AXES.get(type(norm).forward)
+        if batch or norm.weight is not None:
+            if axis is None or (batch and norm.running_mean is None):
+                raise CannotMixError(f"{name} is a {type(norm).__name__} that all images of a batch share")
+            for key, value in zip(("scale", "shift"), _affine(norm), strict=True):
+                self._slot(f"{name}.{key}", value.shape)
+            if not batch:
+                norm.weight = norm.bias = None
+            norm.forward = partial(self._normalised, name, norm, axis)
+
+    def _normalised(self, name: str, norm: Any, axis: int, x: Tensor) -> Tensor:
+        shape = [len(x)] + [1] * (x.dim() - 1)
+        shape[axis] = -1
+        scale, shift = (own.view(shape) for own in self._of(name, ("scale", "shift"), x))
+        y: Tensor = torch.addcmul(shift, x if isinstance(norm, _BatchNorm) else type(norm).forward(norm, x), scale)
+        return cast(Tensor, norm.act(norm.drop(y))) if isinstance(norm, BatchNormAct2d) else y
+
+    def _replace_changed(self, name: str, layer: Any, live: Any) -> None:
+        for key in ("delta.a", "delta.b", "delta.window"):
+            if f"{name}.{key}" in live:
+                self._slot(f"{name}.{key}", live[f"{name}.{key}"].shape)
+        linear = isinstance(layer, nn.Linear)
+        layer.forward = partial(self._linear if linear else self._conv, name, layer)
+
+    def _linear(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+        a, b, *window = self._of(name, ("delta.a", "delta.b", "delta.window"), x)
+        a = a * window[0] if window else a
+        y: Tensor = type(layer).forward(layer, x)
+        return y + (x.reshape(len(x), -1, x.shape[-1]) @ a.mT @ b.mT).view_as(y)
+
+    def _conv(self, name: str, layer: nn.Conv2d, x: Tensor) -> Tensor:
+        a, b, *window = self._of(name, ("delta.a", "delta.b", "delta.window"), x)
+        if layer.groups > 1:  # (W + B A) x: the weights are few, and A x of all groups would be many channels
+            rows = (a[..., None] * window[0][:, :, None]).flatten(2) if window else a
+            grouped = _convolved(layer, x, layer.weight + (b @ rows).unflatten(2, layer.weight.shape[1:]))
+            return grouped if layer.bias is None else grouped + layer.bias[:, None, None]
+        y: Tensor = type(layer).forward(layer, x)
+        together = torch.compiler.is_compiling()  # sums that are written out become part of the kernels around them
+        if not window:
+            inner = _convolved(layer, x, a.unflatten(2, layer.weight.shape[1:]))
+        else:
+            if together:
+                z = torch.stack([(x * row[..., None, None]).sum(1) for row in a.unbind(1)], 1)
+            else:
+                z = (a @ x.flatten(2)).unflatten(2, x.shape[2:])
+            inner = _convolved(layer, z, window[0].unflatten(2, (1, *layer.kernel_size)))
+        if together:
+            return y + sum(b[:, :, r, None, None] * inner[:, None, r] for r in range(b.shape[2]))
+        y.view(*y.shape[:2], -1).mT.baddbmm_(inner.flatten(2).mT, b.mT)
+        return y
+
+
+def _plain(net: ContinualNet) -> nn.Module:
+    """A copy of the backbone alone, of stock layers."""
+    own = copied_to_cpu(net)
+    own.start_pretrained(["deltas"])  # no changes
+    make_plain(own)
+    return own.backbone.eval().requires_grad_(False).to(memory_format=torch.channels_last)
+
+
+def _affine(norm: Any) -> tuple[Tensor, Tensor]:
+    """Scale and shift of a norm, with the moments of a batch norm in them."""
+    scale, shift = norm.weight, getattr(norm, "bias", None)
+    if hasattr(norm, "running_var"):
+        inverse = (norm.running_var + norm.eps).rsqrt()
+        scale = inverse if scale is None else scale * inverse
+        return scale, (0 if shift is None else shift) - norm.running_mean * scale
+    return scale, torch.zeros_like(scale) if shift is None else shift
+
+
+def _convolved(layer: nn.Conv2d, x: Tensor, weight: Tensor) -> Tensor:
+    """Images [N, C, H, W] as the layer convolves, with a weight [N, O, C / groups, K, K] for each."""
+    if isinstance(layer, Conv2dSame):
+        x = pad_same(x, list(layer.kernel_size), list(layer.stride), list(layer.dilation))
+    else:
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        x = pad(x, layer._reversed_padding_repeated_twice, mode)
+    (n, channels, *sides), groups = x.shape, x.shape[1] // weight.shape[2]
+    if torch.compiler.is_compiling() and weight.shape[1] == channels == groups:
+        y: Tensor | int = 0
+        for tap in itertools.product(*map(range, layer.kernel_size)):
+            own = zip(tap, sides, layer.kernel_size, layer.stride, layer.dilation, strict=True)
+            rows, columns = (slice(at * by, side - (last - 1 - at) * by, step) for at, side, last, step, by in own)
+            y = y + x[:, :, rows, columns] * weight[:, :, 0, tap[0], tap[1], None, None]
+        return cast(Tensor, y)
+    y = conv2d(x.reshape(1, -1, *sides), weight.flatten(0, 1), None, layer.stride, 0, layer.dilation, n * groups)
+    return cast(Tensor, y[0].unflatten(0, (n, -1)))
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: libraries keep tens of megabytes for every stream that they have seen."""
+    return torch.cuda.Stream(device)
+
+
+class Captured:
+    """A function of tensors as a CUDA graph, for batches of up to as many as `inputs` have, which become its own."""
+
+    def __init__(self, function: Callable[..., Outputs], inputs: Sequence[Tensor], pool: Any = None) -> None:
+        device = inputs[0].device
+        self._inputs, self._graph, stream = inputs, torch.cuda.CUDAGraph(), _stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # a compiler compiles, libraries choose their algorithms
+                function(*inputs)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        # 'thread_local': other threads may use the device meanwhile. Graphs of one pool never run at the same time.
+        try:
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                self._outputs = function(*inputs)
+        except Exception:
+            forget_capture()
+            raise
+
+    def __call__(self, *given: Tensor) -> Outputs:
+        """The outputs for what is given, without those for what is left in the inputs' other places."""
+        for own, tensor in zip(self._inputs, given, strict=True):
+            own[: len(tensor)].copy_(tensor, non_blocking=True)
+        self._graph.replay()
+        features, logits = (output[: len(given[0])].clone() for output in self._outputs)
+        return features, logits
