@@ -11,8 +11,6 @@ it no longer sees once the layers before it use true ones. With both true this o
 mode whose batch is the whole test set (the biased variance is BN's own); the paper says only 'true moments'.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from contextlib import suppress

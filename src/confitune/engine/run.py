@@ -1,7 +1,5 @@
 """Learn a sequence of tasks and measure what is forgotten on the way."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

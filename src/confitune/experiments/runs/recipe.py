@@ -4,8 +4,6 @@ What a few lines of YAML can stand for has no bound: aliases that refer to one a
 need none, nor deep nesting, so both are refused before anything is built.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files

@@ -4,8 +4,6 @@ As in the paper (appendix): a tenth of every task's training images is held out,
 the rest and tested on the held-out images, and the best one is trained again on everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
