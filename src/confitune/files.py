@@ -5,8 +5,6 @@ back to a marker file, which a killed process leaves behind; some of its version
 which may hold results here; and it would not be enough for Windows, where open files cannot be replaced or deleted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

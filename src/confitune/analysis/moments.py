@@ -8,8 +8,6 @@ is what the layers before it, normalised as at test time, really give it:
 Used ones are recovered through today's weights, stored or shared, as the network's kind has it.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import NamedTuple

@@ -11,8 +11,6 @@ measures
 Euclidean norms over channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Counted from the tensors that are really there, not from a formula: what a task'
 hold between tasks. Heads are not counted: every method has them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -33,8 +33,6 @@ The head that linear probing finds already has zero loss, so the gradient is zer
 loss L_t'(B_t, v_t') stays what it was when that task was learned. Plain fine-tuning from a random head moves B.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any

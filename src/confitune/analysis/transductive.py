@@ -11,8 +11,6 @@ it no longer sees once the layers before it use true ones. With both true this o
 mode whose batch is the whole test set (the biased variance is BN's own); the paper says only 'true moments'.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +18,7 @@ from itertools import product
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.analysis.moments import Moments
@@ -39,17 +37,16 @@ def transductive_accuracy(net: ContinualNet, tasks: Sequence[Task], settings: Tr
 
     A test set that fits in one batch (`settings.eval_batch_size`) takes one forward pass a combination. A larger one
     takes a sweep for every batch norm, up to that layer, and a last one: measured in chunks, the same moments. Raise
-    `eval_batch_size` where memory allows. The network stays as it is, to the bit: a copy is measured.
+    `eval_batch_size` where memory allows. The network stays as it is, to the bit: copies are measured.
 
     Returns:
         `tasks`: their names; `accuracies`: for each combination its `mean` and `variance` ('running' or 'true'), `acc`
         (the average over tasks, in percent) and `per_task`.
     """
-    twin = copy.deepcopy(net).eval()
     sources: tuple[Source, Source] = ("running", "true")
     accuracies = []
     for mean, variance in product(sources, sources):
-        per_task = [_accuracy(twin, task, settings, mean, variance) for task in tasks]
+        per_task = [_accuracy(net, task, settings, mean, variance) for task in tasks]
         acc = sum(per_task) / len(per_task)
         accuracies.append({"mean": mean, "variance": variance, "acc": acc, "per_task": per_task})
     return {"tasks": [task.name for task in tasks], "accuracies": accuracies}
@@ -65,29 +62,30 @@ def _accuracy(net: ContinualNet, task: Task, settings: TrainSettings, mean: Sour
     The chosen moments are put into every batch norm just before it normalises. Layers are told apart by the order of
     their calls, which also serves a layer that is called twice.
     """
+    net = copy.deepcopy(net).eval()
     net.prepare(task.name)
     device = next(net.parameters()).device
     whole = len(task.test) <= settings.eval_batch_size
     norms = [m for m in net.backbone.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     running = {m: (m.get_buffer("running_mean").clone(), m.get_buffer("running_var").clone()) for m in norms}
-    true: list[tuple[Tensor, Tensor]] = []  # by call
-    found = Moments()
-    call = 0
+    true: list[Moments] = []  # by call
+    known = call = 0  # calls whose true moments are whole; the number of the next call
 
     def before(norm: nn.Module, args: tuple[Any, ...]) -> None:
-        nonlocal found, call
+        nonlocal call
         if call == len(true):
-            found.add(args[0])
+            true.append(Moments())
+        if call >= known:
+            true[call].add(args[0])
             if not whole:
                 raise _FarEnough
-            true.append((found.mean, found.variance))
-            found = Moments()
-        chosen = (true[call] if source == "true" else running[norm] for source in (mean, variance))  # type: ignore[index]
-        _put(norm, *(moments[which] for which, moments in enumerate(chosen)))
+        stored = running[norm]  # type: ignore[index]
+        norm.get_buffer("running_mean").copy_(true[call].mean if mean == "true" else stored[0])
+        norm.get_buffer("running_var").copy_(true[call].variance if variance == "true" else stored[1])
         call += 1
 
-    hooked = [] if mean == variance == "running" else norms
-    handles = [norm.register_forward_pre_hook(before) for norm in hooked]
+    for norm in [] if mean == variance == "running" else norms:
+        norm.register_forward_pre_hook(before)
     while True:
         right = []
         for pixels, labels in batches(task.test, settings.eval_batch_size, device):
@@ -95,17 +93,6 @@ def _accuracy(net: ContinualNet, task: Task, settings: TrainSettings, mean: Sour
             x = task.inputs(pixels)
             with suppress(_FarEnough), torch.autocast(device.type, torch.bfloat16, enabled=settings.bf16(device)):
                 right.append(count_right(net.head(net.backbone(x)), labels, task.groups))
-        if not found.count:
-            break
-        true.append((found.mean, found.variance))
-        found = Moments()
-    for handle in handles:
-        handle.remove()
-    for norm, moments in running.items():
-        _put(norm, *moments)
-    return 100.0 * torch.cat(right).double().mean().item()
-
-
-def _put(norm: nn.Module, mean: Tensor, variance: Tensor) -> None:
-    norm.get_buffer("running_mean").copy_(mean)
-    norm.get_buffer("running_var").copy_(variance)
+        if whole or known == len(true):
+            return 100.0 * torch.cat(right).double().mean().item()
+        known = len(true)

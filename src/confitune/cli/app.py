@@ -1,7 +1,5 @@
 """What all commands share."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Commands that look at what there is: models, methods, settings, and folders this program wrote."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Annotated

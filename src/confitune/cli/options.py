@@ -1,7 +1,5 @@
 """Options of the command line, made from settings: their types, help, choices and defaults have their home there."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Commands that train: run, tune, reproduce, and the reports of what they wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace

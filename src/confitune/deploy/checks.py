@@ -1,7 +1,5 @@
 """Whether a bundle is whole, and whether it still knows its tasks."""
 
-from __future__ import annotations
-
 import logging
 import random
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ What a task owns of the network stays as it is. Its head is fitted anew, to the 
 photos and to those of the new ones: it is the head that all photos at once would have given.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

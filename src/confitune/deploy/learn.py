@@ -1,7 +1,5 @@
 """Teach a bundle one more task from a folder of labelled images, and see what the earlier ones lost or gained."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import time

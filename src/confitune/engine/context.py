@@ -1,7 +1,5 @@
 """A task and the network that learns it: what methods may use of both (`TaskContext`)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice

@@ -1,7 +1,5 @@
 """Accuracy of a network on a task's test images."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

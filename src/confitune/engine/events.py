@@ -1,7 +1,5 @@
 """What a run tells those who listen: progress bars, logs, checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

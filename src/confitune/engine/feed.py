@@ -1,7 +1,5 @@
 """Where pixels lie while a network is trained, and how they reach it batch by batch."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

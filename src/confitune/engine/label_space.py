@@ -6,8 +6,6 @@ else it owns, and share out what their classes have. Sums and features of test i
 run that goes on from a checkpoint takes them again.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Logs of a run: CSV files to plot from, and TensorBoard events where TensorBoard is installed."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Optimizers whose state stays where it is from task to task, so that captured steps serve later tasks, too."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

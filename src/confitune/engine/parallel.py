@@ -5,8 +5,6 @@ while the device works on the steps of all. Only one thread runs Python at a tim
 as it left it, so every run does exactly what it does alone.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar

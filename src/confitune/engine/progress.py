@@ -1,7 +1,5 @@
 """What a person sees while a run goes on: task, stage, epoch, loss, accuracy so far, time left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Learn a sequence of tasks and measure what is forgotten on the way."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -28,8 +26,8 @@ from confitune.settings import Scenario, TrainSettings
 from confitune.tasks import Task, TaskSequence
 
 
-class SequenceRun:
-    """One method on one sequence of tasks with one seed.
+class SequenceRun(Listener):
+    """One method on one sequence of tasks with one seed; it listens to itself, to count what it was trained on.
 
     Args:
         net: a fresh network with the method's parts; it is trained in place.
@@ -73,7 +71,7 @@ class SequenceRun:
         self.task = 0
         self.seconds = self.train_seconds = 0.0
         self.images = 0
-        self.listener = Listeners((*listeners, _Counter(self)))
+        self.listener = Listeners((*listeners, self))
         self._pristine = copy.deepcopy(net.backbone.state_dict()) if method.separate else None
         self._saved_fit: dict[str, Any] | None = None
         self._executor = Executor(net, settings, self.listener)
@@ -149,6 +147,10 @@ class SequenceRun:
         self.listener.task_ended(index, accuracies)
         if self._checkpoint_due():
             self._checkpoint(None)
+
+    def epoch_ended(self, end: EpochEnd) -> None:
+        self.train_seconds += end.seconds
+        self.images += end.images
 
     def _after_epoch(self, fit: TaskFit) -> None:
         if fit.epoch == fit.epochs and self.net.observer.tracks and self.scenario == "task":
@@ -227,15 +229,6 @@ class SequenceRun:
             images_per_second=round(self.images / max(self.train_seconds, 1e-9), 1),
             command=self.command or command_line(),
         )
-
-
-class _Counter(Listener):
-    def __init__(self, run: SequenceRun) -> None:
-        self._run = run
-
-    def epoch_ended(self, end: EpochEnd) -> None:
-        self._run.train_seconds += end.seconds
-        self._run.images += end.images
 
 
 def network_sha256(net: ContinualNet) -> str:

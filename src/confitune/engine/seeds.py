@@ -1,7 +1,5 @@
 """Seeds for everything random, each for one purpose."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

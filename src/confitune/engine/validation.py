@@ -5,8 +5,6 @@ ends with the weights of the epoch where it is lowest; where it has not fallen f
 divided by 3.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

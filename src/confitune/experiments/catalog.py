@@ -1,7 +1,5 @@
 """What there is to learn with: methods, their options and their storage, and which networks convert; with tables."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass

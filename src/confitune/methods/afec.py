@@ -5,8 +5,6 @@ Eq. 6 adds to the other method's loss lambda_e / 2 * sum of F_e (theta - theta_e
 that a network free of any penalty finds for the task at hand, by its Fisher information F_e there.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any, Literal

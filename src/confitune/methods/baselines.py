@@ -1,7 +1,5 @@
 """The simple methods around ConFiT: what it must beat, and what bounds it."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from confitune.methods.linear import finish_with_head

@@ -8,8 +8,6 @@ sigmoid(BN(GroupConv1x1(mean of it over the plane))). With groups of one channel
 the 0.51% of its weights that the paper states.
 """
 
-from __future__ import annotations
-
 from types import MappingProxyType
 from typing import Any, Literal
 

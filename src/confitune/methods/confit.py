@@ -5,8 +5,6 @@ Hierarchical fine-tuning (sec. 3.3) keeps convolutions from moving much; Xconv B
 task, the means that the moved convolutions now produce.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -4,8 +4,6 @@ ICLR 2021): wide local minima through outputs of high entropy. A plug-in for any
 Eq. 3: loss + beta * D_KL(f(x) || uniform), which up to a constant is loss - beta * mean entropy of the softmax output.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import log_softmax

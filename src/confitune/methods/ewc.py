@@ -4,8 +4,6 @@ Eq. 3: L(theta) = L_B(theta) + sum over i of lambda / 2 * F_i (theta_i - theta*_
 information after the earlier tasks.
 """
 
-from __future__ import annotations
-
 import torch
 from pydantic import Field
 

@@ -4,8 +4,6 @@ Nothing of the network changes: batch norm is in evaluation mode, or its statist
 in a random order: a batch of one class alone has a larger gradient than one of all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Literal

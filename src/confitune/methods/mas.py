@@ -4,8 +4,6 @@ Eq. 3: Omega_ij = 1/N sum over k of |d ||F(x_k; theta)||_2 / d theta_ij|, summed
 Eq. 4: L(theta) = L_n(theta) + lambda / 2 * sum of Omega_ij (theta_ij - theta*_ij)^2.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

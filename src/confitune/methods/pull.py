@@ -1,7 +1,5 @@
 """A pull towards earlier weights, stronger where they matter: what EWC, SI, RWalk, MAS and AFEC have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Methods by name, also those in files of a user's own, and combinations of several."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 from collections.abc import Mapping

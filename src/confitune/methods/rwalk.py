@@ -4,8 +4,6 @@ Eq. 6: L = L_k + lambda * sum of (F + s)(theta - theta*)^2, with F a running Fis
 the loss's fall a weight brought about per distance in the space of distributions (Eq. 8).
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -5,8 +5,6 @@ Eq. 4: L = L_mu + c * sum of Omega (theta - theta*)^2;
 Eq. 5: Omega = sum over tasks of w / (Delta^2 + xi), Delta the way the weight went in the task.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -4,8 +4,6 @@ Groups of parameters have the names that `ContinualNet.groups` gives them: 'head
 backbone), and parts such as 'calibrations'.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 HEAD = frozenset({"head"})

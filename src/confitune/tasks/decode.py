@@ -6,8 +6,6 @@ which wraps most values around, and goes through the clean pipeline a second tim
 boxes. The paper's numbers come from it, so it is kept.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """`load_tasks`: a name in, a sequence of tasks out."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence

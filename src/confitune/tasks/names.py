@@ -15,8 +15,6 @@ input (three values each) and the data folder (a `Path`), and returns a `TaskSeq
         return TaskSequence.from_datasets([...], name="mine", mean=mean, std=std)
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import os

@@ -4,8 +4,6 @@ The paper fixes the split and the task partition for all runs; a run's own seed 
 weights and the order of batches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

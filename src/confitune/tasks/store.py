@@ -7,8 +7,6 @@ from everything in the pipeline that changes bytes: a changed file or another pi
 be deleted at any time; they are built again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 A bundle may come from anyone: links are not followed, and what a file declares is checked before it is believed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What can be asked of the server, by programs and by people, who get a page; and what goes over the wire."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence

@@ -3,8 +3,6 @@
 Representational shift per convolution and accuracy with the test set's true moments are measured while runs go on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path

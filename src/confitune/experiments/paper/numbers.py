@@ -1,7 +1,5 @@
 """What the paper reports of its own experiments (data file `numbers.json`)."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cache

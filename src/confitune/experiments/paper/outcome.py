@@ -1,7 +1,5 @@
 """One reproduced table or figure: what was measured beside what the paper reports, with a verdict, and its page."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -3,8 +3,6 @@
 What is missing is run, then each is written with the paper's numbers beside what was measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The tables: datasets, main results, ablation, controls, deeper networks, hyperparameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 

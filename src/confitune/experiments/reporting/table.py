@@ -4,8 +4,6 @@ Rows stand in sections. In a section the data and the network are the same, and 
 with in several ways; so it has each method once for each choice of the method's own options.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

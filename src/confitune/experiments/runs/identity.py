@@ -4,8 +4,6 @@ Version 2 leaves out every setting and option that is at its default, so a new o
 Version 1 wrote them all. Both are compared by what they say in version 2.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ Several seeds of a method can be done side by side: they share the network that 
 device.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager

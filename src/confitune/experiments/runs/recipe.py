@@ -4,16 +4,14 @@ What a few lines of YAML can stand for has no bound: aliases that refer to one a
 need none, nor deep nesting, so both are refused before anything is built.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, ValidationError
 
 from confitune.errors import ConfituneError
 from confitune.experiments.catalog import method_options
@@ -27,23 +25,20 @@ MOST_BYTES = 2**16  # a recipe has a few hundred
 MOST_DEEP = 20
 MOST_LONG = 2000  # characters of one value: Python does not print numbers of more than 4,300 digits
 
+_OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)  # `methods: confit`, too
 Options = dict[str, dict[str, Any]]  # of methods, by part: {"ewc": {"strength": 3000}}
 
 
 class Recipe(DataSettings, NetworkSettings, TrainSettings):
     """One experiment. What is left out takes the default of the dataset (of several: the first), or the paper's."""
 
-    methods: tuple[str, ...] = Field(("finetune", "confit"), min_length=1, description="methods to compare")
+    methods: Annotated[tuple[str, ...], _OneOrMore] = Field(
+        ("finetune", "confit"), min_length=1, description="methods to compare"
+    )
     seeds: int = Field(1, ge=1, le=10_000, description="how many runs of each method, with seeds 0, 1, ...")
     options: Options = Field(
         default_factory=dict, description="of methods, by part: {ewc: {strength: 3000}}; default: the paper's"
     )
-
-    @field_validator("methods", mode="before")
-    @classmethod
-    def _one_method(cls, value: Any) -> Any:
-        """`methods: confit` means a list of one."""
-        return [value] if isinstance(value, str) else value
 
     @property
     def run_seeds(self) -> range:

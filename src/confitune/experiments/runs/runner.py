@@ -3,8 +3,6 @@
 Runs are done in a `Place`: on this machine, or on a cluster. Planning, results and tables are the same for both.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress

@@ -4,8 +4,6 @@ As in the paper (appendix): a tenth of every task's training images is held out,
 the rest and tested on the held-out images, and the best one is trained again on everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +14,13 @@ import yaml
 
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
-from confitune.experiments.catalog import paper_search
+from confitune.experiments.catalog import method_options, paper_search
 from confitune.experiments.paper.numbers import searched
 from confitune.experiments.reporting.report import write_text
-from confitune.experiments.runs.identity import Value, options_of, options_set, value_text
+from confitune.experiments.runs.identity import Value, options_set, value_text
 from confitune.experiments.runs.job import TrainingError
 from confitune.experiments.runs.recipe import Recipe, make_recipe, read_value
 from confitune.experiments.runs.runner import Place, plan_recipe, run_plans, run_recipe
-from confitune.methods import create_method
 
 HELD_OUT = 0.1  # the paper's share
 
@@ -95,9 +92,7 @@ def plan_search(
     """
     checked = make_recipe({**values, "methods": [method]}, source)
     recipe = Recipe(**checked.model_dump(exclude_unset=True, exclude={"held_out"}))
-    choices = [
-        f"{part}.{name}" for part, model in options_of(create_method(method)).items() for name in model.model_fields
-    ]
+    choices = [choice.name for choice in method_options(method)]
     there = ", ".join(choices)
     paper = paper_search(method)
     if not choices:

@@ -6,8 +6,6 @@ like a chessboard: training patches are cut from the five "black" cells, test pa
 pixel is in both. `digits` are the 1,797 scanned digits of 8 x 8 pixels of scikit-learn.
 """
 
-from __future__ import annotations
-
 import zlib
 from importlib.util import find_spec
 from pathlib import Path

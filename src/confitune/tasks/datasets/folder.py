@@ -5,8 +5,6 @@ the same way every time. Names starting with a dot and files that are no images 
 class folder belong to the class.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from hashlib import blake2b

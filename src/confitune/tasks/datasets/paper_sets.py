@@ -16,8 +16,6 @@ Where CIFAR100 and CUB200 are not there in this form, image files are taken: `ci
 `cifar100/test/CLASS/`, likewise `cub200/`, which then has no bounding boxes.
 """
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from functools import lru_cache
