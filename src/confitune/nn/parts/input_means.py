@@ -10,7 +10,7 @@ made of the sums when somebody asks for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -94,8 +94,7 @@ class InputMeans(nn.Module):
         if self.pending:
             self._plane().zero_()
         if not batches:
-            for table in self.tables:
-                table.zero_()
+            torch._foreach_zero_(self.tables)
         self.size, self.batches, self.pending = size, batches, 0
 
     @torch.no_grad()
@@ -118,21 +117,17 @@ class InputMeans(nn.Module):
             take_in([self])
             count([self])
 
-    def _fold(self) -> None:
-        """Bring the pending batches into the tables."""
-        plane = self._plane()
-        earlier = self.batches - self.pending
+    def _terms(self) -> Iterator[tuple[Tensor, Tensor, float, float]]:
+        """Each table, what the pending batches are in it, and the shares of both in what it becomes; both flat."""
+        earlier, plane = self.batches - self.pending, self._plane()
+        keep, add = ((1 - self.momentum) ** self.pending if earlier else 0.0), 1.0
         if self.cumulative:
             keep, add = earlier / self.batches, 1 / self.batches
-        else:
-            keep, add = ((1 - self.momentum) ** self.pending if earlier else 0.0), 1.0
         for table, geometry in zip(self.tables, self._geometries, strict=True):
             of = geometry.taps if self.means == "window" else geometry.phases
             rows, columns = both_axes(of, (plane.shape[0], plane.shape[1]), plane.device, plane.dtype)
             of_rows = (rows @ plane.reshape(len(plane), -1)).view(-1, *plane.shape[1:])
-            table.mul_(keep).add_((columns @ of_rows).permute(2, 0, 1), alpha=add)  # from [I, J, C]
-        plane.zero_()
-        self.pending = 0
+            yield table.view(-1), (columns @ of_rows).permute(2, 0, 1).reshape(-1), keep, add  # from [I, J, C]
 
     def window_means(self, geometry: ConvGeometry) -> Tensor:
         """Window means [C, K, K] for a reading convolution.
@@ -175,9 +170,15 @@ def count(every: Sequence[InputMeans]) -> None:
 @torch.no_grad()
 def fold(every: Sequence[InputMeans]) -> None:
     """Bring pending batches into the tables."""
-    for inputs in every:
-        if inputs.pending:
-            inputs._fold()
+    if not (pending := [inputs for inputs in every if inputs.pending]):
+        return
+    tables, made, keep, add = zip(*[term for inputs in pending for term in inputs._terms()], strict=True)
+    torch._foreach_mul_(tables, keep)
+    torch._foreach_mul_(made, add)
+    torch._foreach_add_(tables, made)
+    torch._foreach_zero_([inputs._plane() for inputs in pending])
+    for inputs in pending:
+        inputs.pending = 0
 
 
 def _batch_mean(x: Tensor, mean: Tensor) -> None:
