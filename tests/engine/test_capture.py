@@ -342,7 +342,7 @@ def test_the_third_step_of_a_kind_is_captured_and_replayed_from_then_on(make_net
     assert [graph.replays for graph in graphs] == [4]
     assert torch.equal(calls[2], given[5])  # the last step's input is where the graph reads it
     assert outputs[3] is outputs[4] is outputs[5]
-    assert len(told) == 3  # the captured step was counted by Python while it was captured
+    assert len(told) == 4  # nothing counted while it was captured
 
     # Another kind, another size and another dtype are captured for themselves.
     for kind, x in (("b", given[0]), ("a", torch.zeros(4)), ("a", torch.zeros(3, dtype=torch.float64))):
@@ -371,10 +371,13 @@ def test_a_network_that_cannot_be_captured_is_noted_once_and_run_directly(make_n
     assert note.endswith("operation not permitted when stream is capturing")
 
 
-def test_a_capture_that_fails_is_no_batch(make_net, graphs):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_is_no_batch_but_what_runs_in_its_place(make_net, graphs, fails):
+    """Its replay, or where it fails the step itself."""
+
     class Waits(nn.Module):
         def forward(self, x):
-            if Graph.capturing:
+            if fails and Graph.capturing:
                 raise RuntimeError("operation not permitted when stream is capturing")
             return x
 
@@ -386,6 +389,8 @@ def test_a_capture_that_fails_is_no_batch(make_net, graphs):
     for _ in range(5):
         executor("step", net, torch.rand(4, 3, 16, 16))
     assert [inputs.batches for inputs in net.parts["norms"].input_means] == [5, 5, 5]
+    assert [graph.replays for graph in graphs] == ([0] if fails else [3])
+    assert not net.observer.recording
 
 
 def test_methods_say_no_more_than_what_tensors_hold_in_their_kind(make_fit, make_net, make_task):

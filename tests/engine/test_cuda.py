@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from confitune.engine import Listener, TrainSettings, Turns, evaluate, fit, library_switches, place
+from confitune.engine import Executor, Listener, TrainSettings, Turns, evaluate, fit, library_switches, place
 from confitune.engine.feed import batches
 from confitune.errors import ConfituneError
 from confitune.methods import Method, create_method
@@ -122,6 +122,38 @@ def test_captured_steps_give_the_same_bits(ran, options):
     assert losses[0] == losses[1]
     assert eager[1].execution == "fp32, eager, deterministic"
     assert graph[1].execution == "fp32, graph, deterministic"
+
+
+@pytest.mark.parametrize("means", ["window", "phase"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_captured_batches_are_taken_in_as_those_kernel_by_kernel(make_net, means, precision):
+    """Captured at a task's third batch; the second task's first one, which counts in full, is a replay."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    batches = [torch.randn(8, 3, 16, 16, device="cuda", generator=draw) * (1 + k) + k for k in range(6)]
+    found = {}
+    for step in ("eager", "graph"):
+        net = make_net("confit", means=means)
+        executor = Executor(net, TrainSettings(**{**EXACT, "precision": precision, "step": step}))
+
+        @torch.no_grad()
+        def forward(x, net=net):
+            with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
+                return net(x)
+
+        with executor.session():
+            for task in "ab":
+                net.add_task(task, 2, torch.Generator().manual_seed(0))
+                net.train()
+                for x in batches:
+                    executor("step", forward, x)
+                net.finish_task()
+        assert len(executor._graphs) == (step == "graph")
+        found[step] = net
+    eager, graph = found["eager"], found["graph"]
+    for task in "ab":
+        assert graph.tasks[task].facts == eager.tasks[task].facts
+        assert torch.equal(graph.tasks[task].row, eager.tasks[task].row)
+        assert graph.tasks[task].row.isfinite().all()
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -34,7 +34,7 @@ def test_a_new_task_starts_from_the_last_ones_state_with_empty_statistics(net, l
     before = state_of(net)
     net.add_task("b", 3)
     assert same(net.backbone.state_dict(), before)
-    assert net.observer.counts == [(0, 0), (0, 0)]
+    assert [inputs.batches for inputs in net.parts["norms"].input_means] == [0, 0]
     assert net.current_task == "b"
     assert net.head.linear.weight.shape == (3, 8)
     # Also where another task was in use in between.
@@ -57,7 +57,7 @@ def test_a_finished_task_is_not_trained_until_it_is_reopened(net, learn):
     net.reopen("a")
     # Its state under today's weights is where it goes on from.
     assert torch.equal(net(x), outputs)
-    assert net.observer.counts == [(0, 0), (0, 0)]
+    assert [inputs.batches for inputs in net.parts["norms"].input_means] == [0, 0]
     assert not net.tasks["a"].finished
     with pytest.raises(ConfituneError, match=r"task 'a' is not finished: set_task\('a'\)"):
         net.reopen("a")

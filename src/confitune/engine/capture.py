@@ -88,10 +88,7 @@ class Executor:
 
     def features(self, x: Tensor) -> Tensor:
         """What the backbone makes of training images, by compiled code where that is there."""
-        features = self.net.features(x, self._backbone)
-        if self._backbone is not None:
-            self.net.observer.count()
-        return features
+        return self.net.features(x, self._backbone)
 
     def __call__(
         self,
@@ -113,11 +110,7 @@ class Executor:
         kind, forward = (kind, shapes), (forward or kind, shapes)
         if kind in self._graphs:
             self._graphs.move_to_end(kind)
-            output = self._replay(kind, inputs)
-            if trains:
-                self.net.weights_moved()
-                self.net.observer.replayed(self._graphs[kind].seen)
-            return output
+            return self._replay(kind, inputs, trains)
         self._seen[kind] += 1
         if trains and self.mode == "compile" and self._seen[kind] > 1 and self.net.observer.sizes_known:
             if forward not in self._compiled:
@@ -127,7 +120,7 @@ class Executor:
             if self._captures and self._seen[kind] == _NOT_CAPTURED and self.mode == "graph":
                 return self._watched(function, inputs)
             if self._captures and self._seen[kind] > _NOT_CAPTURED and self._capture(kind, function, inputs):
-                return self._replay(kind, inputs)  # a capture runs nothing, though Python has counted it
+                return self._replay(kind, inputs, trains)  # a capture runs nothing
             return function(*inputs)
         finally:
             self._backbone = None
@@ -152,30 +145,34 @@ class Executor:
             f"this network cannot be captured as a CUDA graph and is trained kernel by kernel, which is slower: {why}"
         )
 
-    def _replay(self, kind: Hashable, inputs: Inputs) -> Tensor | None:
+    def _replay(self, kind: Hashable, inputs: Inputs, trains: bool) -> Tensor | None:
         captured = self._graphs[kind]
         for static, given in zip(captured.inputs, inputs, strict=True):
             if static is not None and given is not None:
                 static.copy_(given, non_blocking=True)
         with _drawing(torch.cuda.current_device()).in_turn():
             captured.graph.replay()
+        if trains:
+            self.net.weights_moved()
+            self.net.observer.replayed(captured.seen)
         return captured.output
 
     def _capture(self, kind: Hashable, function: Callable[..., Tensor | None], inputs: Inputs) -> bool:
         static = tuple(None if x is None else x.clone() for x in inputs)
-        counts = self.net.observer.counts
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
         try:
             with _drawing(torch.cuda.current_device()).in_turn(captures=True), _capturing(graph, self._pool):
+                self.net.observer.recording = True
                 output = function(*static)
         except RuntimeError as error:
             torch.cuda.synchronize(self.device)
-            self.net.observer.counts = counts
             forget_capture()
             self._give_up(str(error).splitlines()[0])
             return False
+        finally:
+            self.net.observer.recording = False
         self._graphs[kind] = _Captured(graph, self.net.observer.seen, static, output)
         if len(self._graphs) > _KEPT:
             self._graphs.popitem(last=False)

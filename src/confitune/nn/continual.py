@@ -216,7 +216,7 @@ class ContinualNet(nn.Module):
             raise ConfituneError(f"task {name!r} was trained on {trained} images, these are {given}; {why}")
         else:
             self.prepare()
-        return (backbone or self.backbone)(x)
+        return self.observer.through(backbone or self.backbone, x)
 
     @torch.no_grad()
     def _forward_mixed(self, x: Tensor, index: Tensor) -> Tensor:

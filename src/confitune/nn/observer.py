@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
 from confitune.nn.geometry import Size
-from confitune.nn.parts.input_means import Statistics
+from confitune.nn.parts.input_means import Statistics, count, fold, take_in
 from confitune.nn.parts.norms import batch_norms
 from confitune.nn.parts.part import Part
 
-Seen = tuple[Size | None, tuple[Size | None, ...]]
+Seen = tuple[Size | None, tuple[tuple[Size | None, int], ...]]
 
 
 class Observer:
@@ -35,6 +35,7 @@ class Observer:
         self._inputs = [inputs for part in parts for inputs in part.input_means]
         self.statistics: Statistics = parts[0].statistics if parts else "running"
         self.image_size: Size | None = None  # of the current task's training images
+        self.recording = False  # whether passes go into a graph, and count when that runs
         self.track(self.statistics == "running")
 
     @property
@@ -65,8 +66,22 @@ class Observer:
 
     def fold(self) -> None:
         """Bring all input means up to date."""
-        for inputs in self._inputs:
-            inputs.fold()
+        fold(self._inputs)
+
+    def through(self, backbone: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """What `backbone` makes of a batch, whose means are taken in together when it is through, not if it raises."""
+        tracked = [inputs for inputs in self._inputs if inputs.training and inputs.tracking]
+        for inputs in tracked:
+            inputs.held, inputs.calls = True, 0
+        try:
+            features = backbone(x)
+        finally:
+            for inputs in tracked:
+                inputs.held = False
+        take_in(tracked)
+        if not self.recording:
+            count(tracked)
+        return features
 
     def require_batches(self, task: str) -> None:
         """Raise where a task is to be finished whose input means are of no batch."""
@@ -83,32 +98,16 @@ class Observer:
 
     @property
     def seen(self) -> Seen:
-        """What Python learned from the last training batch, for `replayed`."""
-        return self.image_size, tuple(inputs.size for inputs in self._inputs)
+        """What Python learned from the last tracked batch, for `replayed`."""
+        return self.image_size, tuple((inputs.size, inputs.calls) for inputs in self._inputs)
 
     def replayed(self, seen: Seen) -> None:
         """A training batch went through a captured graph, right after whose capture `seen` was taken."""
-        self.image_size, sizes = seen
+        self.image_size, each = seen
         if self._tracking:
-            for inputs, size in zip(self._inputs, sizes, strict=True):
-                inputs.size = inputs.size or size
-        self.count()
-
-    def count(self) -> None:
-        """One more tracked batch was taken in, by compiled code."""
-        if self._tracking:
-            for inputs in self._inputs:
-                inputs.count()
-
-    @property
-    def counts(self) -> list[tuple[int, int]]:
-        """How many batches were taken in; set it to undo counting."""
-        return [inputs.counts for inputs in self._inputs]
-
-    @counts.setter
-    def counts(self, counts: list[tuple[int, int]]) -> None:
-        for inputs, before in zip(self._inputs, counts, strict=True):
-            inputs.counts = before
+            for inputs, (size, calls) in zip(self._inputs, each, strict=True):
+                inputs.size, inputs.calls = inputs.size or size, calls
+            count(self._inputs)
 
     # ---- a pass with the final weights -----------------------------------------------------------------------------
 

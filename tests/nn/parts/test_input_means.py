@@ -11,6 +11,7 @@ from torch.nn.functional import unfold
 from confitune.errors import ConfituneError
 from confitune.nn import InputMeans
 from confitune.nn.geometry import ConvGeometry
+from confitune.nn.parts.input_means import count, fold, take_in
 
 
 def windows(x: Tensor, conv: nn.Conv2d) -> Tensor:
@@ -34,7 +35,7 @@ def read_by(readers, means, channels=2, momentum=0.1) -> InputMeans:
 
 
 def folded(statistics: InputMeans) -> list[Tensor]:
-    statistics.fold()
+    fold([statistics])
     return statistics.tables
 
 
@@ -132,8 +133,8 @@ def averaged(batches: list[Tensor], means: str, momentum: float | None) -> list[
     for conv in convs:
         of = [windows(x, conv) if means == "window" else phases(x, conv.stride) for x in batches]
         table = of[0]
-        for count, mean in enumerate(of[1:], 2):
-            share = 1 / count if momentum is None else momentum
+        for number, mean in enumerate(of[1:], 2):
+            share = 1 / number if momentum is None else momentum
             table = (1 - share) * table + share * mean
         tables.append(table)
     return tables
@@ -158,12 +159,12 @@ def assert_same_bits(statistics: InputMeans, other: InputMeans) -> None:
 def test_folding_at_any_moment_changes_the_tables_only_by_rounding(means, momentum, folds):
     batches = drawn(len(folds), dtype=torch.float64)
     often, once = (tracker(means, momentum).double() for _ in range(2))
-    for x, fold in zip(batches, folds, strict=True):
+    for x, now in zip(batches, folds, strict=True):
         seen(often, [x])
         seen(once, [x])
-        if fold:
-            often.fold()
-            often.fold()  # nothing is left to bring in
+        if now:
+            fold([often])
+            fold([often])  # nothing is left to bring in
     expected = averaged(batches, means, momentum)
     assert_tables(often, expected, atol=1e-12)
     assert_tables(once, expected, atol=1e-12)
@@ -172,14 +173,14 @@ def test_folding_at_any_moment_changes_the_tables_only_by_rounding(means, moment
 
 @pytest.mark.parametrize("means", ["window", "phase"])
 @pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("folded", [0, 2])
-def test_live_state_goes_on_to_the_same_bits_while_batches_are_pending(means, momentum, folded):
+@pytest.mark.parametrize("earlier", [0, 2])
+def test_live_state_goes_on_to_the_same_bits_while_batches_are_pending(means, momentum, earlier):
     batches = drawn(7)
-    statistics = seen(tracker(means, momentum), batches[:folded])
-    statistics.fold()
-    seen(statistics, batches[folded:4])
+    statistics = seen(tracker(means, momentum), batches[:earlier])
+    fold([statistics])
+    seen(statistics, batches[earlier:4])
     state = statistics.get_extra_state()
-    assert state["pending"] == 4 - folded
+    assert state["pending"] == 4 - earlier
     seen(statistics, batches[4:])
     twin = seen(tracker(means, momentum), drawn(3, seed=9))  # whatever it had is replaced
     twin.set_extra_state(state)
@@ -222,7 +223,7 @@ def test_moving_loses_no_pending_batch(momentum, move):
     first, later = drawn(3), drawn(5, dtype=torch.float64)[3:]
     statistics = seen(tracker(momentum=momentum), first)
     move(statistics)
-    assert statistics._pending == 3
+    assert statistics.pending == 3
     alone = copy.deepcopy(statistics)
     assert_tables(alone, averaged([x.double() for x in first], "window", momentum), atol=1e-6)
     assert {table.dtype for table in alone.tables} == {torch.float64}
@@ -240,24 +241,55 @@ def test_moving_loses_no_pending_batch(momentum, move):
 def test_planes_of_one_size_keep_their_address():
     """What a captured graph was recorded with must be what later tasks take in."""
     statistics = seen(tracker(), drawn(1))
-    address = statistics._plane.data_ptr()
+    address = statistics._plane().data_ptr()
     statistics.restore()
     seen(statistics, [torch.rand(2, 2, 4, 4)])
-    assert statistics._plane.data_ptr() != address
+    assert statistics._plane().data_ptr() != address
     statistics.restore()
     statistics.size = (6, 5)
-    assert statistics._plane.data_ptr() == address
-    assert (statistics._plane == 0).all()
+    assert statistics._plane().data_ptr() == address
+    assert (statistics._plane() == 0).all()
 
 
-def test_counting_stands_for_a_batch_that_other_code_took_in():
-    batches, statistics = drawn(3), tracker()
-    seen(statistics, batches[:1])
-    for x in batches[1:]:
-        statistics._plane.lerp_(x.mean(0).permute(1, 2, 0), statistics.share)  # as a replayed graph does
-        statistics.count()
-    assert statistics.batches == 3
-    assert_tables(statistics, averaged(batches, "window", 0.1), atol=1e-6)
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("before", [0, 1])
+def test_counting_stands_for_a_batch_that_other_code_took_in(before, momentum):
+    """As a replayed graph does, which treats a task's first batch as any other."""
+    batches, statistics, eager = drawn(4), *(tracker(momentum=momentum) for _ in range(2))
+    seen(statistics, batches[:before])
+    statistics.size = (6, 5)
+    for x in batches[before:]:
+        statistics._plane("0").copy_(x.mean(0).permute(1, 2, 0))
+        statistics.calls = 1
+        take_in([statistics])
+        count([statistics])
+    assert statistics.batches == 4
+    assert_same_bits(statistics, seen(eager, batches))
+    assert_tables(statistics, averaged(batches, "window", momentum), atol=1e-5)
+
+
+@pytest.mark.parametrize("means", ["window", "phase"])
+@pytest.mark.parametrize("momentum", [0.1, 0.7])
+def test_sums_of_planes_are_moved_as_one_after_the_other_to_the_bit(means, momentum):
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(3, 5, 6), (7, 1, 1), (2, 9, 4)]  # C, H, W
+    every = [read_by([ConvGeometry((1, 1))], means, channels=c, momentum=momentum) for c, _, _ in sizes]
+    expected = [torch.zeros(h, w, c) for c, h, w in sizes]
+    for batch in range(5):
+        share = torch.tensor(momentum if batch else 1.0)
+        for inputs, size, plane in zip(every, sizes, expected, strict=True):
+            x = torch.randn(4, *size, generator=generator)
+            inputs.held, inputs.calls = True, 0
+            inputs.observe(inputs, (x,))
+            plane.lerp_(x.movedim(1, -1).mean(0), share)
+        take_in(every)
+        count(every)
+    assert all(torch.equal(inputs._plane(), plane) for inputs, plane in zip(every, expected, strict=True))
+    assert [(inputs.batches, inputs.pending) for inputs in every] == [(5, 5)] * 3
+    together = copy.deepcopy(every)
+    fold(together)
+    for inputs, other in zip(every, together, strict=True):
+        assert_same_bits(inputs, other)
 
 
 def test_a_deep_copy_has_its_own_pending_batches():

@@ -3,12 +3,14 @@
 They belong to the tensor, not to a convolution: a block's first convolution and its shortcut read the same one, so it
 is measured once.
 
-Averages are linear, so a training step only adds the batch's mean plane to a sum, in two kernels that read the input
-once. Tables of windows or phases are made of the sum when somebody asks for them.
+Averages are linear, so a training step only adds the batch's mean plane to a sum. A hook makes that plane where it is
+called, reading the input once; the sums of all inputs are then moved by one kernel. Tables of windows or phases are
+made of the sums when somebody asks for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,8 +29,6 @@ class InputMeans(nn.Module):
     never change: captured graphs rely on them.
     """
 
-    share: Tensor
-
     def __init__(self, channels: int, means: Means, momentum: float) -> None:
         super().__init__()
         self.channels = channels
@@ -38,16 +38,17 @@ class InputMeans(nn.Module):
         self.cumulative = False  # whether their average is a plain one, not an exponential one with `momentum`
         self.size: Size | None = None  # of the tensor's planes in this task
         self.batches = 0  # taken in since the last reset
-        self._pending = 0  # of them, how many are in `_plane` and not yet in the tables
+        self.pending = 0  # of them, how many are in `_plane` and not yet in the tables
+        self.held = False  # whether somebody else takes batches in, of many inputs at once, at the end of a pass
+        self.calls = 0  # how often the last pass read the tensor: each time is a batch
         self._geometries: list[ConvGeometry] = []  # one for each table
-        self.register_buffer("share", torch.ones(()), persistent=False)  # of the next batch in an exponential average
 
     def add_reader(self, geometry: ConvGeometry) -> None:
         """Keep what a convolution with this geometry needs; the same geometry (or stride, for phases) needs no more."""
         kept = self._kept(geometry)
         shape = geometry.kernel if self.means == "window" else geometry.stride
         if kept not in self._geometries:
-            table = self.share.new_zeros(self.channels, *shape)
+            table = torch.zeros(self.channels, *shape)
             self.register_buffer(f"table{len(self._geometries)}", table, persistent=False)
             self._geometries.append(kept)
 
@@ -60,13 +61,12 @@ class InputMeans(nn.Module):
         """All tables, without the pending batches: `fold` brings them in."""
         return [self.get_buffer(f"table{number}") for number in range(len(self._geometries))]
 
-    @property
-    def _plane(self) -> Tensor:
-        """[H, W, C]: what the pending batches add up to. Made when it is needed: a task that is only used has none."""
+    def _plane(self, of: str = "pending") -> Tensor:
+        """[H, W, C]: what pending batches add up to, or a batch's mean. A task that is only used has none."""
         assert self.size is not None
-        name = f"plane{self.size[0]}x{self.size[1]}"
+        name = f"plane{self.size[0]}x{self.size[1]}_{of}"
         if name not in self._buffers:
-            self.register_buffer(name, self.share.new_zeros(*self.size, self.channels), persistent=False)
+            self.register_buffer(name, self.tables[0].new_zeros(*self.size, self.channels), persistent=False)
         return self.get_buffer(name)
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -75,8 +75,8 @@ class InputMeans(nn.Module):
             "tables": [table.clone() for table in self.tables],
             "size": self.size,
             "batches": self.batches,
-            "pending": self._pending,
-            "plane": self._plane.clone() if self._pending else None,
+            "pending": self.pending,
+            "plane": self._plane().clone() if self.pending else None,
         }
 
     @torch.no_grad()
@@ -86,18 +86,16 @@ class InputMeans(nn.Module):
         self.restore(state["size"], state["batches"])
         torch._foreach_copy_(self.tables, list(state["tables"]))
         if state["pending"]:
-            self._plane.copy_(state["plane"])
-            self._pending = state["pending"]
+            self._plane().copy_(state["plane"])
+            self.pending = state["pending"]
 
     def restore(self, size: Size | None = None, batches: int = 0) -> None:
         """The tables have become those of so many batches with planes of this size; without batches they are empty."""
-        if self._pending:
-            self._plane.zero_()
+        if self.pending:
+            self._plane().zero_()
         if not batches:
-            for table in self.tables:
-                table.zero_()
-        self.size = size
-        self.counts = (batches, 0)
+            torch._foreach_zero_(self.tables)
+        self.size, self.batches, self.pending = size, batches, 0
 
     @torch.no_grad()
     def observe(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -111,46 +109,25 @@ class InputMeans(nn.Module):
         elif self.size != size:
             what = f"a layer saw inputs of {self.size[0]}x{self.size[1]} and then of {size[0]}x{size[1]} in one task"
             raise ConfituneError(f"{what}; its input statistics hold for one size: resize all images of a task alike")
-        share = None if self.cumulative else self.share
-        if torch.compiler.is_compiling():
-            _take_in_operator(x, self._plane, share)
-        else:
-            _take_in(x, self._plane, share)
-            self.count()
+        call = self.calls if self.held else 0
+        self.calls = call + 1
+        mean = self._plane(f"{call}")
+        (_batch_mean_operator if torch.compiler.is_compiling() else _batch_mean)(x, mean)
+        if not self.held:
+            take_in([self])
+            count([self])
 
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Batches seen, and how many of them are pending."""
-        return self.batches, self._pending
-
-    @counts.setter
-    def counts(self, counts: tuple[int, int]) -> None:
-        if bool(counts[0]) != bool(self.batches):
-            self.share.fill_(self.momentum if counts[0] else 1.0)
-        self.batches, self._pending = counts
-
-    def count(self) -> None:
-        """One more batch was taken in: said by `observe`, or by who ran it as compiled or captured code."""
-        self.counts = self.batches + 1, self._pending + 1
-
-    @torch.no_grad()
-    def fold(self) -> None:
-        """Bring the pending batches into the tables."""
-        if not self._pending:
-            return
-        plane = self._plane
-        earlier = self.batches - self._pending
+    def _terms(self) -> Iterator[tuple[Tensor, Tensor, float, float]]:
+        """Each table, what the pending batches are in it, and the shares of both in what it becomes; both flat."""
+        earlier, plane = self.batches - self.pending, self._plane()
+        keep, add = ((1 - self.momentum) ** self.pending if earlier else 0.0), 1.0
         if self.cumulative:
             keep, add = earlier / self.batches, 1 / self.batches
-        else:
-            keep, add = ((1 - self.momentum) ** self._pending if earlier else 0.0), 1.0
         for table, geometry in zip(self.tables, self._geometries, strict=True):
             of = geometry.taps if self.means == "window" else geometry.phases
             rows, columns = both_axes(of, (plane.shape[0], plane.shape[1]), plane.device, plane.dtype)
             of_rows = (rows @ plane.reshape(len(plane), -1)).view(-1, *plane.shape[1:])
-            table.mul_(keep).add_((columns @ of_rows).permute(2, 0, 1), alpha=add)  # from [I, J, C]
-        plane.zero_()
-        self._pending = 0
+            yield table.view(-1), (columns @ of_rows).permute(2, 0, 1).reshape(-1), keep, add  # from [I, J, C]
 
     def window_means(self, geometry: ConvGeometry) -> Tensor:
         """Window means [C, K, K] for a reading convolution.
@@ -158,7 +135,7 @@ class InputMeans(nn.Module):
         Of phase means [C, s, s] those of the periodic map that they define at the input's real size: the same number
         as building the map, running the convolution on it and averaging the output (Eq. 11), without the map.
         """
-        self.fold()
+        fold([self])
         table = self.tables[self._geometries.index(self._kept(geometry))]
         if self.means == "window":
             return table
@@ -167,20 +144,47 @@ class InputMeans(nn.Module):
         return rows @ table @ columns.T
 
 
-def _take_in(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
-    """Add the batch's mean to a sum of planes, or with a `share` to their exponential average (Eq. 10)."""
-    mean = x.movedim(1, -1).mean(0, dtype=plane.dtype)
-    if share is None:
-        plane.add_(mean)
-    else:
-        plane.lerp_(mean, share)
+@torch.no_grad()
+def take_in(every: Sequence[InputMeans], call: int = 0) -> None:
+    """Add means to sums or exponential averages (Eq. 10), from one call on. One network's: all move alike."""
+    while now := [inputs for inputs in every if inputs.calls > call]:
+        sums, means = [inputs._plane() for inputs in now], [inputs._plane(f"{call}") for inputs in now]
+        if now[0].cumulative:
+            torch._foreach_add_(sums, means)
+        else:
+            torch._foreach_lerp_(sums, means, now[0].momentum)
+        call += 1
+
+
+@torch.no_grad()
+def count(every: Sequence[InputMeans]) -> None:
+    """Count what was taken in, here or by a captured graph. That does not know which batch is a task's first."""
+    if first := [inputs for inputs in every if inputs.calls and not inputs.batches]:
+        torch._foreach_copy_([inputs._plane() for inputs in first], [inputs._plane("0") for inputs in first])
+        take_in(first, call=1)
+    for inputs in every:
+        inputs.batches += inputs.calls
+        inputs.pending += inputs.calls
+
+
+@torch.no_grad()
+def fold(every: Sequence[InputMeans]) -> None:
+    """Bring pending batches into the tables."""
+    if not (pending := [inputs for inputs in every if inputs.pending]):
+        return
+    tables, made, keep, add = zip(*[term for inputs in pending for term in inputs._terms()], strict=True)
+    torch._foreach_mul_(tables, keep)
+    torch._foreach_mul_(made, add)
+    torch._foreach_add_(tables, made)
+    torch._foreach_zero_([inputs._plane() for inputs in pending])
+    for inputs in pending:
+        inputs.pending = 0
+
+
+def _batch_mean(x: Tensor, mean: Tensor) -> None:
+    torch.mean(x.movedim(1, -1), 0, dtype=mean.dtype, out=mean)
 
 
 # For torch.compile an operator, which it takes as it is: it would spread the reduction over kernels that read the input
 # once more.
-_take_in_operator = torch.library.custom_op("confitune::take_in", _take_in, mutates_args=("plane",))
-
-
-@_take_in_operator.register_fake
-def _(x: Tensor, plane: Tensor, share: Tensor | None) -> None:
-    return None
+_batch_mean_operator = torch.library.custom_op("confitune::batch_mean", _batch_mean, mutates_args=("mean",))

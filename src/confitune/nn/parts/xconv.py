@@ -122,6 +122,7 @@ class XconvNorms(Part):
             if first not in self.inputs:
                 self.inputs[first] = self._observing(conv, norm)
             self.inputs[first].add_reader(call.geometry)
+            self.inputs[first].to(conv.weight)
             self.layers[name] = XconvLayer(norm, conv, call.geometry, self.inputs[first])
             self.pairs[name] = call.module
 
@@ -130,7 +131,7 @@ class XconvNorms(Part):
         if any(isinstance(getattr(hook, "__self__", None), InputMeans) for hook in conv._forward_pre_hooks.values()):
             raise ConfituneError("the network keeps input means already: make one ContinualNet of a network")
         assert norm.momentum is not None
-        inputs = InputMeans(conv.in_channels, self.means, norm.momentum).to(conv.weight).train(conv.training)
+        inputs = InputMeans(conv.in_channels, self.means, norm.momentum).train(conv.training)
         conv.register_forward_pre_hook(inputs.observe)
         self.registered.append(inputs)
         return inputs
@@ -170,5 +171,6 @@ class XconvNorms(Part):
     @torch.no_grad()
     def prepare(self) -> None:
         """Recover the means of all layers through today's weights."""
-        for layer in self.layers.values():
-            layer.norm.get_buffer("running_mean").copy_(layer.recovered_mean())
+        if layers := self.layers.values():
+            means = [layer.norm.get_buffer("running_mean") for layer in layers]
+            torch._foreach_copy_(means, [layer.recovered_mean() for layer in layers])
