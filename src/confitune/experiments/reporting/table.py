@@ -229,7 +229,8 @@ def _words(rows: Sequence[Row], apart: Sequence[str] = ()) -> str:
     """What was run: network, tasks, seeds, device and whatever is unusual about it."""
     rows = sorted(rows, key=lambda row: row.method)
     configs = [row.config for row in rows]
-    config, seeds = configs[0], max(len(row.runs) for row in rows)
+    config, counts = configs[0], sorted({len(row.runs) for row in rows})
+    seeds = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     words = [_each(c["model"] for c in configs), f"{_each(row.settings['tasks'] for row in rows)} tasks"]
     if config["pipeline"] != "clean":
         words.append(f"{config['pipeline']} pipeline")
@@ -239,7 +240,7 @@ def _words(rows: Sequence[Row], apart: Sequence[str] = ()) -> str:
     forms = {f"{c['means']} means, {c['statistics']} statistics" for c in configs if c["means"]}
     words += forms if len(forms) == 1 else ()
     devices = _each(row.runs[0].device for row in rows)
-    return ", ".join([*words, *apart, f"{seeds} seed{'s' if seeds > 1 else ''}", f"on {devices}"])
+    return ", ".join([*words, *apart, f"{seeds} seed{'s' if counts[-1] > 1 else ''}", f"on {devices}"])
 
 
 def _each(texts: Iterable[str]) -> str:
