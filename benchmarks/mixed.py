@@ -5,10 +5,9 @@
 
 The network takes a mixed batch task by task: it makes the task's own parts live, ready under the weights of today, and
 sends the task's images through. On a GPU that are many small launches. There, a predictor sends all images through
-together (`deploy/mixed.py`); that is measured, too, captured as a CUDA graph, and compiled and captured. What it is
-compared with is the folded network of one task in the same precision and memory format, captured, and compiled and
-captured. Images are on the device, and answers stay there. And: how long one image of a task takes that is not on the
-device, read from a file.
+together (`deploy/mixed.py`), as a captured CUDA graph. That is compared with the folded network of one task, captured,
+in the same precision and memory format. Images are on the device, and answers stay there. And: how long one image of a
+task takes that is not on the device, read from a file.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from step import synchronize
 from torch import Tensor
 
 from confitune.deploy import folded
-from confitune.deploy.mixed import SIZES, Captured, MixedNet
+from confitune.deploy.mixed import Captured, MixedNet
 from confitune.engine import TrainSettings
-from confitune.engine.capture import compiled
 from confitune.methods import create_method
 from confitune.nn import ContinualNet, create_backbone
 
@@ -121,25 +119,18 @@ def on_gpu(net: ContinualNet, x: Tensor, index: Tensor, options: argparse.Namesp
         seconds_to_make[name] = time.perf_counter() - began
         print(f"{name}: made in {seconds_to_make[name]:.1f} s", flush=True)
 
-    def mixing(compiles: bool) -> Callable[[], Any]:
+    def mixing() -> Callable[[], Any]:
         mixed = mixed_of(net, x, options.classes)
-        if compiles:
-            mixed.warm_up([next(size for size in (*SIZES, SIZES[-1]) if size >= min(len(x), SIZES[-1]))])
         return lambda: mixed(x, names)
 
-    def alone(function: Callable[..., Any]) -> Callable[[], Any]:
-        run = Captured(function, [x.clone()])
+    def alone() -> Callable[[], Any]:
+        run = Captured(forward, [x.clone()])
         return lambda: run(x)
 
-    made("one task, captured", lambda: alone(forward))
-    made("one task, compiled", lambda: alone(compiled(forward)))
-    made("mixed, captured", lambda: mixing(False))
-    made("mixed, compiled", lambda: mixing(True))
+    made("one task", alone)
+    made("mixed", mixing)
     real = expected.isfinite()
-    differences = {
-        name: float((ways[name]()[1][:, : expected.shape[1]][real] - expected[real]).abs().max())
-        for name in ("mixed, captured", "mixed, compiled")
-    }
+    difference = float((ways["mixed"]()[1][:, : expected.shape[1]][real] - expected[real]).abs().max())
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.repeats):
         for name, way in ways.items():
@@ -153,23 +144,21 @@ def on_gpu(net: ContinualNet, x: Tensor, index: Tensor, options: argparse.Namesp
         return statistics.median(a / b for a, b in zip(times[name], times[other], strict=True))
 
     ratios = {
-        "mixed captured / one captured": ratio("mixed, captured", "one task, captured"),
-        "mixed compiled / one captured": ratio("mixed, compiled", "one task, captured"),
-        "mixed compiled / one compiled": ratio("mixed, compiled", "one task, compiled"),
-        "task by task / one captured": ratio("task by task", "one task, captured"),
+        "mixed / one task": ratio("mixed", "one task"),
+        "task by task / one task": ratio("task by task", "one task"),
     }
     read = milliseconds_to_read(net, x[:1], options)
     for name, of_way in times.items():
         print(f"{name}: {1000 * statistics.median(of_way):.2f} ms")
     for name, value in ratios.items():
         print(f"{name}: {value:.3f}")
-    print(f"logits differ by up to {differences} of {float(expected[real].abs().max()):.2f}")
+    print(f"logits differ by up to {difference:.2g} of {float(expected[real].abs().max()):.2f}")
     print(f"an image of a task that is not on the device: {statistics.median(read):.1f} ms, at most {max(read):.1f} ms")
     return {
         "seconds": times,
         "ratios": ratios,
         "seconds_to_make": seconds_to_make,
-        "largest_difference_of_logits": differences,
+        "largest_difference_of_logits": difference,
         "milliseconds_to_read_a_task": read,
         "tf32_convolutions": torch.backends.cudnn.allow_tf32,
     }

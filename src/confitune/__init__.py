@@ -1,7 +1,5 @@
 """Continual fine-tuning of pre-trained CNNs without forgetting."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -109,25 +109,6 @@ def test_a_mixed_batch_equals_one_image_at_a_time(learned, images, name):
     assert (mixed(x, tasks[::-1])[0] - features).abs().max() > 1e-3 or name == "heads"
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["best", "depthwise", "LayerNorm", "all kinds"])
-def test_sums_that_are_written_out_for_a_compiler_are_the_same(learned, images, name, monkeypatch):
-    net = learned(NETWORKS[name][0], NETWORKS[name][1]())
-    mixed, x, rows = mixed_of(net), images(5, SIZE), torch.tensor([0, 1, 0, 1, 1])
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    for found, expected in zip(mixed._forward(x, rows), mixed(x, [list(net.tasks)[row] for row in rows]), strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
-def test_a_compiler_sees_one_function(learned, images):
-    net = learned(Small, of_best(rank=2))
-    mixed, x, tasks = mixed_of(net), images(5, SIZE), ["pets", "birds", "pets", "birds", "birds"]
-    traced = torch.compile(mixed._forward, backend="eager", fullgraph=True, dynamic=False)
-    rows = torch.tensor([mixed._rows[task] for task in tasks])
-    assert_as_alone(net, traced(x, rows)[1], x, tasks)
-
-
 def test_tasks_come_and_go_at_fixed_addresses(learned, images):
     net = learned("test_byobnet", of_best())
     mixed, x = mixed_of(net, room=3), images(3, SIZE)
@@ -146,21 +127,6 @@ def test_tasks_come_and_go_at_fixed_addresses(learned, images):
     tasks = ["pets", "birds", "fish"]
     assert_as_alone(net, mixed(x, tasks)[1], x, tasks)
     assert [tensor.data_ptr() for tensor in everything] == places
-
-
-def test_weights_that_moved_are_followed(learned, images):
-    net = learned("test_byobnet", [XconvNorms()])
-    mixed, x, tasks = mixed_of(net), images(2, SIZE), ["birds", "pets"]
-    places = [tensor.data_ptr() for tensor in mixed._backbone.state_dict().values()]
-    with torch.no_grad():
-        for parameter in net.groups()["weights"]:
-            parameter.mul_(1.1)
-    mixed.follow(net)
-    assert "pets" not in mixed
-    for task in tasks:
-        load(mixed, net, task)
-    assert_as_alone(net, mixed(x, tasks)[1], x, tasks)
-    assert [tensor.data_ptr() for tensor in mixed._backbone.state_dict().values()] == places
 
 
 class Windows(nn.Module):
@@ -200,7 +166,14 @@ def mixing():
 
     def mixing(path, **options):
         predictor = Predictor.from_bundle(path, device="cpu", **options)
-        predictor._runners, predictor._mixed = None, predictor._mixes(predictor.bundle)
+        load = predictor._load
+
+        def load_mixing(bundle):
+            load(bundle)
+            predictor._runners, predictor._mixed = None, predictor._mixes(bundle)
+
+        predictor._load = load_mixing
+        predictor._load(predictor.bundle)
         return predictor
 
     return mixing
@@ -251,15 +224,12 @@ def test_heads_read_what_the_guess_has_read(teach, tmp_path, mixing, pixels, mon
 
 
 def test_a_changed_bundle_is_followed(taught, teach, mixing, pixels):
-    """ConFiT moves the shared weights, and stripes has more classes than fit into a smaller table."""
+    """ConFiT moves the shared weights."""
     path = taught(1)
     mixed = mixing(path)
-    table = mixed._mixed
     mixed.predict(pixels, ["reds"] * 7)
-    assert mixed._mixed.classes == 16
     teach("stripes", path)
     assert mixed.renew()
-    assert mixed._mixed is table
     tasks = ["reds", "stripes"] * 3 + ["reds"]
     assert_same_answers(mixed.predict(pixels, tasks), Predictor.from_bundle(path, device="cpu").predict(pixels, tasks))
 
@@ -288,7 +258,6 @@ def test_a_network_that_cannot_mix_is_noted_and_answers_task_by_task(teach, tmp_
     mixed = mixing(tmp_path / "model")
     assert mixed._mixed is None
     assert "tasks own calibrations, which all images of a batch share. Images of several tasks" in caplog.text
-    mixed.warm_up()
     plain, tasks = Predictor.from_bundle(tmp_path / "model", device="cpu"), ["reds", "stripes", "reds"]
     assert_same_answers(mixed.predict(pixels[:3], tasks), plain.predict(pixels[:3], tasks))
 
@@ -306,13 +275,10 @@ def exact(monkeypatch):
 @needs_gpu
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("name", ["best", "ConFiT", "depthwise", "LayerNorm", "all kinds", "two scales"])
-@pytest.mark.parametrize("compiles", [False, True], ids=["captured", "compiled"])
-def test_captured_batches_of_all_sizes_agree_with_the_cpu(learned, images, name, compiles, caplog):
+def test_captured_batches_of_all_sizes_agree_with_the_cpu(learned, images, name, caplog):
     net = learned(NETWORKS[name][0], NETWORKS[name][1]())
     on_cpu, mixed = mixed_of(net), mixed_of(net.to("cuda"))
-    if compiles:
-        mixed.warm_up([8, 32])
-    for count in (3, 8, 20) if compiles else (1, 3, 8, 20, 300):
+    for count in (1, 3, 8, 20, 300):
         x, tasks = images(count, SIZE), (["birds", "pets", "pets"] * count)[:count]
         for again in range(2):
             found, expected = mixed(x.to("cuda"), tasks), on_cpu(x, tasks)

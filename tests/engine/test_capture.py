@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from confitune.engine import Executor, Listener, TrainSettings, fit, library_switches
-from confitune.engine.capture import _Drawing, compiled as compile_function
+from confitune.engine.capture import _compiled as compile_backbone, _Drawing
 from confitune.errors import ConfituneError
 from confitune.tasks import TaskSequence
 
@@ -202,18 +202,18 @@ def test_each_kind_of_step_is_compiled_for_itself(make_run, sequence, monkeypatc
     """Code that was compiled while a parameter was frozen would leave it frozen (torch 2.11)."""
     made = []
 
-    def compiled(backbone):
+    def compiled(net):
         used_for = set()
         made.append(used_for)
 
         def forward(x):
-            trained = tuple(layer.weight.requires_grad for layer in backbone[:2])
+            trained = tuple(layer.weight.requires_grad for layer in net.backbone[:2])
             used_for.add((*trained, torch.is_grad_enabled()))
-            return backbone(x)
+            return net.backbone(x)
 
         return forward
 
-    monkeypatch.setattr("confitune.engine.capture.compiled", compiled)
+    monkeypatch.setattr("confitune.engine.capture._compiled", compiled)
     make_run(tasks=sequence[:1], epochs=5, step="compile", statistics="pass").run()
     stages = [{(False, False, True)}, {(False, True, True)}, {(True, True, True)}]
     assert made == [*stages, {(True, True, False)}]  # the last is the pass
@@ -222,7 +222,7 @@ def test_each_kind_of_step_is_compiled_for_itself(make_run, sequence, monkeypatc
 def test_what_is_compiled_is_the_backbone_under_a_code_of_its_own(make_net, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     net, x = make_net("confit").eval(), torch.rand(2, 3, 16, 16)
-    first, second = compile_function(net.backbone), compile_function(net.backbone)
+    first, second = compile_backbone(net), compile_backbone(net)
     assert first.__code__ is not second.__code__
     with torch.no_grad():
         assert torch.equal(first(x), net.backbone(x))

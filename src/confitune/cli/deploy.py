@@ -273,9 +273,6 @@ def serve_command(
     of_images = {"max_batch": max_batch, "queue_images": queue, "images": min(queue, Limits.images)}
     limits = Limits(**of_images, body_bytes=body, all_bodies_bytes=max(body, Limits.all_bodies_bytes))
     predictor = Predictor.from_bundle(bundle, device=device)
-    if predictor.device.type == "cuda":
-        say(f"compiling the network for batches of up to {max_batch} images of any tasks: minutes, once")
-    predictor.warm_up(max_batch)
     serve(predictor, host=host, port=port, limits=limits, hosts=allow_host or ())
 
 

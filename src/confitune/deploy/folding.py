@@ -9,8 +9,6 @@ into convolutions and weights into the order that the processor likes. onnxrunti
 (`confitune[export]`), otherwise torch.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

@@ -9,9 +9,6 @@ On a GPU a batch is padded to the next of a few sizes, for each of which the pas
 and the weights stay where they are, so graphs stay valid whatever tasks come and go.
 """
 
-from __future__ import annotations
-
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -25,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models.convnext import LayerNorm2d as TorchvisionLayerNorm2d
 
 from confitune.deploy.folding import copied_to_cpu, make_plain
-from confitune.engine.capture import compiled, forget_capture
+from confitune.engine.capture import forget_capture
 from confitune.errors import ConfituneError
 from confitune.nn import ContinualNet, Deltas, Head, Moments, Norms, XconvNorms
 from confitune.nn.parts.norms import norm_layers
@@ -107,15 +104,6 @@ class MixedNet:
         """Make room, if the task has a row."""
         self._rows.pop(task, None)
 
-    @torch.no_grad()
-    def follow(self, net: ContinualNet) -> None:
-        """Take over the shared weights of another network of the same kind, and forget all tasks."""
-        self._rows.clear()
-        state = _plain(net).state_dict()
-        for name, tensor in self._backbone.state_dict().items():
-            if name.rpartition(".")[0] not in self._norms:
-                tensor.copy_(state[name])
-
     # ---- images ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -131,25 +119,15 @@ class MixedNet:
             return self._forward(x, rows)
         size = next(size for size in SIZES if size >= len(x))
         if size not in self._passes:
-            self._passes[size] = self._captured(size, self._forward)
+            self._passes[size] = self._captured(size)
         return self._passes[size](x, rows)
 
-    @torch.no_grad()
-    def warm_up(self, sizes: Sequence[int] = SIZES) -> None:
-        """Compile and capture for batches of these sizes, on a GPU; each takes up to a minute."""
-        for size in sizes if self._device.type == "cuda" else ():
-            self._passes[size] = self._captured(size, compiled(self._forward), self._forward)
-
-    def _captured(self, size: int, *ways: Callable[..., Outputs]) -> Callable[..., Outputs]:
-        """The first of these ways that works."""
-        for way in ways:
-            try:
-                return Captured(way, self._blank(size), self._pool)
-            except Exception as error:  # whatever a compiler and a runtime can say
-                _log.warning(
-                    "batches of %d images take longer than they could: %s", size, str(error).partition("\n")[0]
-                )
-        return self._forward
+    def _captured(self, size: int) -> Callable[..., Outputs]:
+        try:
+            return Captured(self._forward, self._blank(size), self._pool)
+        except Exception as error:  # whatever a runtime can say
+            _log.warning("batches of %d images take longer than they could: %s", size, str(error).partition("\n")[0])
+            return self._forward
 
     def _blank(self, count: int) -> tuple[Tensor, Tensor]:
         x = torch.zeros(count, *self._image, device=self._device).contiguous(memory_format=torch.channels_last)
@@ -218,17 +196,11 @@ class MixedNet:
             grouped = _convolved(layer, x, layer.weight + (b @ rows).unflatten(2, layer.weight.shape[1:]))
             return grouped if layer.bias is None else grouped + layer.bias[:, None, None]
         y: Tensor = type(layer).forward(layer, x)
-        together = torch.compiler.is_compiling()  # sums that are written out become part of the kernels around them
         if not window:
             inner = _convolved(layer, x, a.unflatten(2, layer.weight.shape[1:]))
         else:
-            if together:
-                z = torch.stack([(x * row[..., None, None]).sum(1) for row in a.unbind(1)], 1)
-            else:
-                z = (a @ x.flatten(2)).unflatten(2, x.shape[2:])
+            z = (a @ x.flatten(2)).unflatten(2, x.shape[2:])
             inner = _convolved(layer, z, window[0].unflatten(2, (1, *layer.kernel_size)))
-        if together:
-            return y + sum(b[:, :, r, None, None] * inner[:, None, r] for r in range(b.shape[2]))
         y.view(*y.shape[:2], -1).mT.baddbmm_(inner.flatten(2).mT, b.mT)
         return y
 
@@ -258,14 +230,7 @@ def _convolved(layer: nn.Conv2d, x: Tensor, weight: Tensor) -> Tensor:
     else:
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         x = pad(x, layer._reversed_padding_repeated_twice, mode)
-    (n, channels, *sides), groups = x.shape, x.shape[1] // weight.shape[2]
-    if torch.compiler.is_compiling() and weight.shape[1] == channels == groups:
-        y: Tensor | int = 0
-        for tap in itertools.product(*map(range, layer.kernel_size)):
-            own = zip(tap, sides, layer.kernel_size, layer.stride, layer.dilation, strict=True)
-            rows, columns = (slice(at * by, side - (last - 1 - at) * by, step) for at, side, last, step, by in own)
-            y = y + x[:, :, rows, columns] * weight[:, :, 0, tap[0], tap[1], None, None]
-        return cast(Tensor, y)
+    (n, _, *sides), groups = x.shape, x.shape[1] // weight.shape[2]
     y = conv2d(x.reshape(1, -1, *sides), weight.flatten(0, 1), None, layer.stride, 0, layer.dilation, n * groups)
     return cast(Tensor, y[0].unflatten(0, (n, -1)))
 
@@ -284,7 +249,7 @@ class Captured:
         self._inputs, self._graph, stream = inputs, torch.cuda.CUDAGraph(), _stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for _ in range(3):  # a compiler compiles, libraries choose their algorithms
+            for _ in range(3):  # libraries choose their algorithms
                 function(*inputs)
         torch.cuda.current_stream(device).wait_stream(stream)
         # 'thread_local': other threads may use the device meanwhile. Graphs of one pool never run at the same time.

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from confitune.deploy.bundle import Bundle, BundleError, TaskRecord
 from confitune.deploy.folding import Runners, folded, folded_pretrained
-from confitune.deploy.mixed import SIZES, CannotMixError, MixedNet
+from confitune.deploy.mixed import CannotMixError, MixedNet
 from confitune.engine import TrainSettings
 from confitune.errors import ConfituneError
 from confitune.methods.gaussian import Gaussians
@@ -82,7 +82,6 @@ class Predictor:
         self._pipeline = Pipeline()
         self._lock = threading.RLock()
         self._heads: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()  # of tasks in memory, used last at the end
-        self._mixed: MixedNet | None = None
         self._seen = bundle.stamp()
         self._load(bundle)
         self._take(bundle)
@@ -98,10 +97,7 @@ class Predictor:
         self._keeps_pretrained = bundle.keeps_pretrained
         self._runners = Runners(bundle.network.size) if self.device.type == "cpu" else None
         self._heads.clear()
-        if self._mixed is not None and self._has_room(bundle) and bundle.network == self.bundle.network:
-            self._mixed.follow(self._net)
-        elif self.device.type == "cuda":
-            self._mixed = self._mixes(bundle)
+        self._mixed = self._mixes(bundle) if self.device.type == "cuda" else None
 
     def _mixes(self, bundle: Bundle) -> MixedNet | None:
         """The network for images of several tasks at once, with room for some more classes than there are."""
@@ -115,15 +111,6 @@ class Predictor:
 
     def _has_room(self, bundle: Bundle) -> bool:
         return self._mixed is None or self._mixed.classes >= _most_classes(bundle)
-
-    def warm_up(self, most: int = SIZES[-1]) -> None:
-        """On a GPU, compile what batches of up to so many images need, which takes minutes; elsewhere nothing.
-
-        Without it answers are the same, but batches of several tasks take about half as long again.
-        """
-        with self._lock:
-            if self._mixed is not None:
-                self._mixed.warm_up([size for below, size in zip((0, *SIZES), SIZES, strict=False) if below < most])
 
     def _take(self, bundle: Bundle) -> None:
         self.bundle = bundle

@@ -114,7 +114,7 @@ class Executor:
         self._seen[kind] += 1
         if trains and self.mode == "compile" and self._seen[kind] > 1 and self.net.observer.sizes_known:
             if forward not in self._compiled:
-                self._compiled[forward] = compiled(self.net.backbone)
+                self._compiled[forward] = _compiled(self.net)
             self._backbone = self._compiled[forward]
         try:
             if self._captures and self._seen[kind] == _NOT_CAPTURED and self.mode == "graph":
@@ -234,19 +234,21 @@ def forget_capture() -> None:
         generator.graphsafe_set_state(generator.clone_state())
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function, compiled when it is first called, for tensors of these shapes and this state of its networks.
+def _compiled(net: ContinualNet) -> Callable[[Tensor], Tensor]:
+    """The backbone, compiled for one kind of step.
 
     Each time with a code object of its own, which is what torch.compile keeps its results by: it does not see that a
     parameter was frozen or thawed in between (torch 2.11), and would run the code of another stage.
     """
+    backbone = net.backbone
 
-    def forward(*args: Any) -> Any:
-        return function(*args)
+    def forward(x: Tensor) -> Tensor:
+        features: Tensor = backbone(x)
+        return features
 
     own = FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
-    of_kind: Callable[..., Any] = torch.compile(own, dynamic=False)
-    return of_kind
+    compiled: Callable[[Tensor], Tensor] = torch.compile(own, dynamic=False)
+    return compiled
 
 
 @contextmanager

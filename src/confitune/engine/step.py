@@ -3,8 +3,6 @@
 So nothing here may depend on a tensor's value, wait for the device, or copy to it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 What methods may use of the task meanwhile is in `context.py`, what one step computes in `step.py`.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

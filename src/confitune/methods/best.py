@@ -10,8 +10,6 @@ place of the weights. If it fails, and knows its own training images less well t
 left out, the task gets the head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from contextlib import nullcontext
 from types import MappingProxyType

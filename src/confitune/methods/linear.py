@@ -1,7 +1,5 @@
 """Linear classifiers on features that do not move, in closed form; chosen are those that know images left out best."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

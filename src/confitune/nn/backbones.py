@@ -1,7 +1,5 @@
 """Pre-trained networks by name, from timm or torchvision, with the weights they were trained with."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import math

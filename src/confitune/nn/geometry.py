@@ -5,8 +5,6 @@ is a small matrix per axis. Everything Xconv BN needs (window means, phase means
 a product of such matrices, without slicing the input K*K times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache

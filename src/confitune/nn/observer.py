@@ -5,8 +5,6 @@ interface to all of it: which batches count, batches that Python does not see (r
 over a task's images with the final weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

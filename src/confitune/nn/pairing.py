@@ -4,8 +4,6 @@ Found by running a throw-away copy of the network once, not by names or by modul
 the same version, so an in-place activation or an addition between the two is seen.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from dataclasses import dataclass, field

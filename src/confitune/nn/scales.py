@@ -5,8 +5,6 @@ above all, is clearer one stage earlier (Evci et al.: Head2Toe, ICML 2022). Both
 square roots are taken, because activations are skewed, and brought to one length, so that neither drowns the other.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ The live tensors of a network's parts stay at addresses that never change. A row
 Switching tasks copies rows in and out; nothing is ever swapped, so captured graphs and memory-mapped rows stay valid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -33,7 +33,9 @@ def test_the_page_has_students_intervals_best_first(tmp_path):
     saved(tmp_path, *SEEDS, better, made_up("joint", 0, ((NAN, 100.0), (NAN, 100.0))))
     write_pages(tmp_path)
     page = (tmp_path / "table.md").read_text()
-    assert page.startswith("**digits**, test_byobnet, 2 tasks, window means, running statistics, 1 to 4 seeds, on cpu\n")
+    assert page.startswith(
+        "**digits**, test_byobnet, 2 tasks, window means, running statistics, 1 to 4 seeds, on cpu\n"
+    )
     joint, task_bn, confit = rows_in(page)
     assert joint == ["joint", "100.0", "-", "-", "1,034"]
     assert task_bn == ["task-bn", "94.5", "0.0", "94.5", "1,035"]
@@ -129,7 +131,9 @@ def test_the_table_shows_mean_and_interval():
     assert row[1] == f"{np.mean(acc):.1f} ± {half:.1f}"
     assert row[4:] == ["1,035", "12"]  # numbers a task; mean of 10 to 13 seconds, 11.5
     assert row_of(text, "joint") == ["joint", "85.0", "-", "-", "1,034", "10"]
-    assert "digits: test_byobnet, 2 tasks, window means, running statistics, 1 to 4 seeds, on cpu" in " ".join(text.split())
+    assert "digits: test_byobnet, 2 tasks, window means, running statistics, 1 to 4 seeds, on cpu" in " ".join(
+        text.split()
+    )
 
 
 def test_one_seed_is_shown_without_an_interval():

@@ -6,8 +6,6 @@ buys four times the rank. B starts at zero, so that a task starts from the uncha
 LoRA, or from directions that the method gives it (`start_along`), with which a small rank learns far more.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial

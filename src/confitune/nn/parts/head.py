@@ -1,7 +1,5 @@
 """The classifier of a task: one linear layer on the backbone's features."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import cast
 

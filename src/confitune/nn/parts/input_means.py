@@ -8,8 +8,6 @@ called, reading the input once; the sums of all inputs are then moved by one ker
 made of the sums when somebody asks for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 

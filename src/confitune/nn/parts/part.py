@@ -5,8 +5,6 @@ A part is attached to a backbone once. Its live tensors are the parameters and b
 its live tensors are, what a new task starts from, and what to do before a finished task is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 

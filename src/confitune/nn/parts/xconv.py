@@ -5,8 +5,6 @@ convolution that moved since the task was learned no longer leaves a stale runni
 ordinary batch norm; only what is stored and what is used at test time differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
