@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 DEMO_OUT ?= demo-run
-PYTEST_ARGS ?= -n auto --dist loadgroup
+# Whole files go to a worker, as their tests share runs that take half a minute.
+PYTEST_ARGS ?= -n auto --dist loadfile
 VENV ?= .venv
 # Versions that are installed: the lock; constraints-oldest.txt for the oldest; empty for the newest.
 CONSTRAINTS ?= constraints.txt

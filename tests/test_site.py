@@ -199,19 +199,26 @@ def test_the_recipe_is_one_and_its_keys_are_settings():
 
 
 def test_best_is_more_accurate_than_confit_wherever_both_were_measured():
-    assert "more accurate in every experiment in which we measured both" in (DOCS / "faq.md").read_text()
-    compared = 0
+    """Where the task is given; else they are about equal."""
+    page = (DOCS / "faq.md").read_text()
+    assert "is given, is more accurate in every experiment in which we measured both" in page
+    assert "within half a point of each other" in page
+    compared = []
     for folder in {path.parent for path in (ROOT / "results").glob("*/runs.jsonl")}:
         forms = defaultdict(list)  # of a method, by its settings
-        for run_ in finished_runs(folder).values():
+        runs = finished_runs(folder).values()
+        for run_ in runs:
             forms[run_.method, str({**run_.config, "seed": None})].append(run_.acc)
         best, confit = (
             [np.mean(accs) for (name, _), accs in forms.items() if name == one] for one in ("best", "confit")
         )
         if best and confit:
-            compared += 1
-            assert max(confit) < max(best), folder.name
-    assert compared >= 4
+            given = {run_.config.get("scenario", "task") for run_ in runs} == {"task"}
+            compared.append(given)
+            assert max(best) - max(confit) > (0 if given else -0.5), folder.name
+            assert given or max(best) - max(confit) < 0.5, folder.name
+    assert compared.count(True) >= 4
+    assert compared.count(False) >= 2
 
 
 def test_numbers_of_a_task():

@@ -22,9 +22,6 @@ notebook = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(notebook)
 
 
-pytestmark = pytest.mark.xdist_group("tutorial")  # its commands take half a minute: once, not in every worker
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """After all commands of the tutorial."""

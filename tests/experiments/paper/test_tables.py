@@ -26,7 +26,6 @@ from confitune.experiments.runs.runner import Place
 from confitune.tasks import dataset_info, decode, store
 from confitune.tasks.datasets import paper_sets
 
-pytestmark = pytest.mark.xdist_group("tables")  # runs that its tests share are done once, not in every worker
 RECIPES = Path(__file__).parents[3] / "src/confitune/recipes"
 SETS = ("cifar100", "cub200", "caltech101", "flowers102")
 METHODS = ("finetune", "ewc", "mas-cpr", "confit", "single-task")

@@ -29,7 +29,6 @@ from confitune.experiments.runs.tune import plan_search, run_search
 from confitune.files import exclusive
 from found import folder_of, run_of
 
-pytestmark = pytest.mark.xdist_group("ray")  # one cluster at a time on this machine
 HERE = Path(__file__).parent
 STORE = 100 * 2**20
 

@@ -20,7 +20,6 @@ from confitune.nn import create_backbone
 from confitune.tasks import load_tasks
 from found import made_up
 
-pytestmark = pytest.mark.xdist_group("tune")  # one search for all its tests, not one in every worker
 ROUNDED = (75.7, 80.1, 91.2, 70.3, 66.6)  # their mean depends on their order, in its last bits
 
 
