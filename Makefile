@@ -3,7 +3,7 @@
 PYTHON ?= python3
 DEMO_OUT ?= demo-run
 # Whole files go to a worker, as their tests share runs that take half a minute.
-PYTEST_ARGS ?= -n auto --dist loadfile
+PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder
 VENV ?= .venv
 # Versions that are installed: the lock; constraints-oldest.txt for the oldest; empty for the newest.
 CONSTRAINTS ?= constraints.txt
