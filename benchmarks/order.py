@@ -9,16 +9,14 @@ and its accuracy after the last task in the order given and in the reverse, as m
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from own_photos import Scores, learned
 from report import write_report
 
-from confitune.engine import SequenceRun, Turns, library_switches, place
-from confitune.methods import create_method
+from confitune.engine import place
 from confitune.nn import Backbone, create_backbone
 from confitune.settings import TrainSettings
 from confitune.tasks import Task, TaskSequence, load_tasks
@@ -41,9 +39,9 @@ def main() -> None:
     backbone = create_backbone(options.model, options.weights)
     tasks = place(TaskSequence("unlike tasks", "own", tuple(the_tasks(options, backbone))), device).tasks
     scores = {
-        "first": {task.name: learned(backbone, [task], options)[task.name] for task in tasks},
-        "in this order": learned(backbone, tasks, options),
-        "in the reverse": learned(backbone, tasks[::-1], options),
+        "first": {task.name: accuracies(backbone, [task], options)[task.name] for task in tasks},
+        "in this order": accuracies(backbone, tasks, options),
+        "in the reverse": accuracies(backbone, tasks[::-1], options),
     }
     means = {how: {task: statistics.mean(of_task) for task, of_task in by.items()} for how, by in scores.items()}
     print(f"{'':24}" + "".join(f"{how:>16}" for how in means))
@@ -62,24 +60,13 @@ def the_tasks(options: argparse.Namespace, backbone: Backbone) -> list[Task]:
     return found
 
 
-def learned(backbone: Backbone, tasks: Sequence[Task], options: argparse.Namespace) -> dict[str, list[float]]:
-    """Accuracies of each task after the last, one for each seed; on a GPU seeds run side by side."""
-    on_gpu = TrainSettings(device=options.device).torch_device().type == "cuda"
-    turns, fits = Turns(options.seeds, apart=1), []
-    sequence = TaskSequence("unlike tasks", "own", tuple(replace(task) for task in tasks))
-    for seed in range(options.seeds):
-        method = create_method("best")
-        given = {"device": options.device, "seed": seed, "epochs": options.epochs}
-        settings = TrainSettings(**{**method.training(False, {}), **given})
-        listeners = (turns.listener(seed),) if on_gpu else ()
-        net = method.network(copy.deepcopy(backbone.module))
-        fits.append(SequenceRun(net, sequence, method, settings, listeners=listeners))
-    with library_switches(settings, settings.step_mode(settings.torch_device())):
-        results = turns.run([fit.run for fit in fits]) if on_gpu else [fit.run() for fit in fits]
-    if any(result.fgt for result in results):
-        raise SystemExit("earlier tasks changed")
-    last = [[row[-1] or 0.0 for row in result.accuracy_matrix] for result in results]
-    return {task.name: list(column) for task, column in zip(tasks, zip(*last, strict=True), strict=True)}
+def accuracies(backbone: Backbone, tasks: Sequence[Task], options: argparse.Namespace) -> Scores:
+    """Of each task after the last, one for each seed."""
+    found: Scores = {task.name: [] for task in tasks}
+    runs = [(tasks, seed) for seed in range(options.seeds)]
+    for name, accuracy, _ in learned(backbone, runs, options.device, photos=False, epochs=options.epochs):
+        found[name].append(accuracy)
+    return found
 
 
 if __name__ == "__main__":

@@ -164,16 +164,21 @@ def fine_tuned(backbone: Backbone, task: Task, device: torch.device, seed: int) 
 
 
 def learned(
-    backbone: Backbone, runs: Sequence[tuple[Sequence[Task], int]], device: str, owns: str = "chosen"
+    backbone: Backbone,
+    runs: Sequence[tuple[Sequence[Task], int]],
+    device: str,
+    owns: str = "chosen",
+    photos: bool = True,
+    **others: Any,
 ) -> list[tuple[str, float, dict[str, Any]]]:
-    """Accuracy of each task after the last, and what it was given, by `best` as `learn` uses it; a run for each order
-    of tasks and seed, on a GPU side by side."""
+    """Accuracy of each task after the last, and what it was given, by `best` as `learn` uses it (or with `photos` off,
+    as `run` does), with other settings; a run for each order of tasks and seed, on a GPU side by side."""
     fits = []
     on_gpu = TrainSettings(device=device).torch_device().type == "cuda"
     turns = Turns(len(runs), apart=1)
     for turn, (tasks, seed) in enumerate(runs):
         method = create_method("best", {"best": {"owns": owns}})
-        settings = TrainSettings(**method.training(True, {"device": device, "seed": seed}))
+        settings = TrainSettings(**method.training(photos, {"device": device, "seed": seed}) | others)
         net = method.network(copy.deepcopy(backbone.module))
         sequence = TaskSequence("own photos", "clean", tuple(tasks))
         listeners = (turns.listener(turn),) if on_gpu else ()

@@ -25,6 +25,7 @@ from confitune.deploy.folding import copied_to_cpu, make_plain
 from confitune.engine.capture import forget_capture
 from confitune.errors import ConfituneError
 from confitune.nn import ContinualNet, Deltas, Head, Moments, Norms, XconvNorms
+from confitune.nn.parts.deltas import product
 from confitune.nn.parts.norms import norm_layers
 
 _log = logging.getLogger(__name__)
@@ -59,8 +60,7 @@ class MixedNet:
         self._backbone = _plain(net).to(self._device)
         self._slots: dict[str, tuple[int, torch.Size]] = {}  # of a row: where what starts, and its shape
         self._numbers = 0
-        self._norms = norm_layers(self._backbone)
-        for name, norm in self._norms.items():
+        for name, norm in norm_layers(self._backbone).items():
             self._replace_norm(name, norm)
         for name in net.part(Deltas).layers if "deltas" in net.parts else ():
             self._replace_changed(name, self._backbone.get_submodule(name), net.part(Deltas).live(True))
@@ -185,14 +185,14 @@ class MixedNet:
 
     def _linear(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
         a, b, *window = self._of(name, ("delta.a", "delta.b", "delta.window"), x)
-        a = a * window[0] if window else a
+        rows = product(a, window[0]) if window else a
         y: Tensor = type(layer).forward(layer, x)
-        return y + (x.reshape(len(x), -1, x.shape[-1]) @ a.mT @ b.mT).view_as(y)
+        return y + (x.reshape(len(x), -1, x.shape[-1]) @ rows.mT @ b.mT).view_as(y)
 
     def _conv(self, name: str, layer: nn.Conv2d, x: Tensor) -> Tensor:
         a, b, *window = self._of(name, ("delta.a", "delta.b", "delta.window"), x)
         if layer.groups > 1:  # (W + B A) x: the weights are few, and A x of all groups would be many channels
-            rows = (a[..., None] * window[0][:, :, None]).flatten(2) if window else a
+            rows = product(a, window[0]) if window else a
             grouped = _convolved(layer, x, layer.weight + (b @ rows).unflatten(2, layer.weight.shape[1:]))
             return grouped if layer.bias is None else grouped + layer.bias[:, None, None]
         y: Tensor = type(layer).forward(layer, x)

@@ -276,7 +276,8 @@ class Predictor:
         allowed = None if among is None else torch.tensor([name in among for name in space.tasks])
 
         known = features.float().cpu()
-        at_once = self._leading(space, x, known, allowed)
+        first = space.probabilities(known, allowed)
+        at_once = self._leading(space, x, first)
 
         def ask(task: int, images: Tensor) -> Tensor | None:
             try:
@@ -290,7 +291,7 @@ class Predictor:
                 _log.warning("%s. Its pre-trained features answer for task %r", error, space.tasks[task])
                 return None
 
-        probabilities = space.two_passes(known, ask, allowed)
+        probabilities = space.shared_out(first, ask)
         if not probabilities.isfinite().all():
             raise BundleError(f"{self.bundle.path} keeps sums of features that give no probabilities: name the task")
         unknown = (space.unusual(known) > space.threshold).tolist() if self.unknown else [False] * len(x)
@@ -309,11 +310,11 @@ class Predictor:
             )
         return found
 
-    def _leading(self, space: Gaussians, x: Tensor, known: Tensor, allowed: Tensor | None) -> dict[int, Tensor]:
+    def _leading(self, space: Gaussians, x: Tensor, first: Tensor) -> dict[int, Tensor]:
         """Logits of images under their leading tasks, by task, in one mixed batch; none where that cannot be done."""
         if self._mixed is None:
             return {}
-        leading = space.leading(space.of_tasks(space.probabilities(known, allowed))).T
+        leading = space.leading(space.of_tasks(first)).T
         leading &= ~torch.tensor([self.tasks[task].only_head for task in space.tasks])[:, None]
         if not leading.any():
             return {}

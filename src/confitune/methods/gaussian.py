@@ -185,13 +185,16 @@ class Gaussians:
         return (of_tasks == of_tasks.max(1, keepdim=True).values) | (of_tasks >= _NEARLY)
 
     def two_passes(self, features: Tensor, ask: Ask, allowed: Tensor | None = None) -> Tensor:
-        """[N, C], probabilities, where each task's are shared out by the features and its own network together.
+        """[N, C], `probabilities` after `shared_out`."""
+        return self.shared_out(self.probabilities(features, allowed), ask)
+
+    def shared_out(self, probabilities: Tensor, ask: Ask) -> Tensor:
+        """[N, C], where each task's probability is shared out by the features and its own network together.
 
         They err differently, so their geometric mean is right more often than either. Only networks of the likeliest
         tasks are asked, and of others that are nearly as likely.
         """
-        found = self.probabilities(features, allowed)
-        of_tasks = self.of_tasks(found)
+        found, of_tasks = probabilities.clone(), self.of_tasks(probabilities)
         for task, images in enumerate(self.leading(of_tasks).T):
             own = ask(task, images) if images.any() else None
             if own is not None:

@@ -116,7 +116,7 @@ class Deltas(Part):
 
     def _changed(self, place: int, weight: Tensor) -> Tensor:
         with torch.autocast(weight.device.type, enabled=False):  # the change is small: not in half precision
-            rows = _product(self.a[place], self.windows[place]) if self.windows else self.a[place]
+            rows = product(self.a[place], self.windows[place]) if self.windows else self.a[place]
             changed: Tensor = weight + (self.b[place] @ rows).view_as(weight)
             return changed
 
@@ -139,7 +139,7 @@ class Deltas(Part):
         return output
 
 
-def _product(a: Tensor, windows: Tensor) -> Tensor:
+def product(a: Tensor, windows: Tensor) -> Tensor:
     """Rows [..., r, I*K*K] of channels [..., r, I] and windows [..., r, K*K]."""
     return (a[..., None] * windows[..., None, :]).flatten(-2)
 
@@ -151,11 +151,11 @@ def _leading(tensor: Tensor, rank: int, rounds: int = 8) -> tuple[Tensor, Tensor
     for _ in range(rank):
         a, window = (torch.randn(size, device=rest.device) for size in tensor.shape[1:])
         for _ in range(rounds):
-            row = (rest.T @ (rest @ _product(a, window))).view(tensor.shape[1:])
+            row = (rest.T @ (rest @ product(a, window))).view(tensor.shape[1:])
             a = nn.functional.normalize(row @ window, dim=0)
             window = nn.functional.normalize(a @ row, dim=0)
         found.append((a, window))
-        row = _product(a, window)
+        row = product(a, window)
         rest = torch.addr(rest, rest @ row, row, alpha=-1)
     channels, windows = zip(*found, strict=True)
     return torch.stack(channels), torch.stack(windows)
