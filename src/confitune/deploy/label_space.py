@@ -118,30 +118,24 @@ def space_state(sums: FeatureSums, chosen: Gaussians) -> dict[str, Tensor]:
     return state
 
 
-def updated(
-    sums: FeatureSums | None, classes: Mapping[str, int], features: Callable[[str], TaskFeatures]
-) -> FeatureSums | None:
-    """Sums of exactly these tasks, given by their keys with their numbers of classes; None if there are none.
+def updated(sums: FeatureSums, classes: Mapping[str, int], features: Callable[[str], TaskFeatures]) -> FeatureSums:
+    """Sums of exactly these tasks, given by their keys with their numbers of classes.
 
     Tasks that are gone are subtracted and new ones added. If a damaged one cannot be subtracted, all are added up anew;
     one that cannot be added is left out with a warning.
     """
     try:
-        if sums is not None:
-            for key in sums.counts.keys() - classes.keys():
-                sums = sums.minus(key, features(key).train)
+        for key in sums.counts.keys() - classes.keys():
+            sums = sums.minus(key, features(key).train)
     except BundleError as error:
         _log.warning("%s", error)
-        sums = None
-    for key, number in classes.items():
-        if sums is not None and key in sums.counts:
-            continue
+        sums = FeatureSums()
+    for key in [key for key in classes if key not in sums.counts]:
         try:
             images = features(key)
-            sums = sums or FeatureSums.of(images.train.shape[1])
-            if images.train.shape[1] != len(sums.second):
+            if sums.second.shape not in ((), (images.train.shape[1],) * 2):
                 raise BundleError("its features are those of another network")
-            sums = sums.plus(key, images.train, images.labels, number)
+            sums = sums.plus(key, images.train, images.labels, classes[key])
         except BundleError as error:
             _log.warning("%s. Its task is not guessed", error)
     return sums
