@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from http import HTTPStatus
 from importlib.resources import files
@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 from starlette.datastructures import ImmutableMultiDict, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 from confitune.deploy.predictor import Prediction, Predictor
 from confitune.deploy.server.batching import Batcher
@@ -207,14 +208,8 @@ def add_page(app: FastAPI) -> None:
     """The people's side of an app. Paths are looked up, never opened: there is nothing to climb out of."""
     for path, (name, kind) in _PAGE.items():
         content = files("confitune.deploy.server").joinpath("page", name).read_bytes()
-        app.add_api_route(path, _endpoint(content, kind), include_in_schema=False)
-
-
-def _endpoint(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
-    async def asset() -> Response:
-        return Response(content, headers=_PAGE_HEADERS | {"Content-Type": kind})
-
-    return asset
+        answer = Response(content, headers=_PAGE_HEADERS | {"Content-Type": kind})
+        app.router.routes.append(Route(path, answer, methods=["GET"]))
 
 
 async def _read(request: Request, limits: Limits) -> tuple[list[tuple[str, bytes]], ImmutableMultiDict[str, Any]]:
