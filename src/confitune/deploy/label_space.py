@@ -174,7 +174,9 @@ def chosen_from_state(sums: FeatureSums, state: Mapping[str, Tensor], names: Map
 
 def calibrate(sums: FeatureSums, features: Callable[[str], TaskFeatures]) -> Gaussians:
     """The classifier, tuned to held-out images of the tasks, or of some where they are many."""
-    keys, first, found, inside = list(sums.counts), 0, [], []
+    keys, first = list(sums.counts), 0
+    none = torch.empty(0, len(sums.second)), torch.empty(0, dtype=torch.long)
+    found, inside = [none], [none]
     some = set(random.Random(len(keys)).sample(keys, min(len(keys), _CALIBRATED)))
     for key in keys:
         with suppress(BundleError):  # a damaged task says nothing
@@ -183,7 +185,5 @@ def calibrate(sums: FeatureSums, features: Callable[[str], TaskFeatures]) -> Gau
                 found.append((of_task.held_out, first + of_task.held_out_labels))
                 inside.append((of_task.train, first + of_task.labels))
         first += len(sums.counts[key])
-    if not found:
-        return sums.calibrated(torch.empty(0, len(sums.second)), torch.empty(0))
     held_out, train = ([torch.cat(part) for part in zip(*pairs, strict=True)] for pairs in (found, inside))
     return sums.calibrated(held_out[0], held_out[1], (train[0], train[1]))
