@@ -14,8 +14,7 @@ import io
 import logging
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -184,7 +183,8 @@ def compiler(backbone: nn.Module, example: Tensor) -> Callable[[Mapping[str, Ten
 
     `backbone` is changed; `example` is a batch of two images.
     """
-    with torch.no_grad(), _old_ways():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, whose newer exporter takes seconds, this one a fraction of one
         padding = _fix_padding(backbone)
         traced: Any = torch.jit.trace(backbone, example, check_trace=False)  # type: ignore[no-untyped-call]
         if find_spec("onnx") and find_spec("onnxruntime"):
@@ -195,7 +195,8 @@ def compiler(backbone: nn.Module, example: Tensor) -> Callable[[Mapping[str, Ten
 def _torch_run(traced: Any, state: Mapping[str, Tensor]) -> Run:
     module = copy.deepcopy(traced)
     module.load_state_dict(state)
-    with _old_ways():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         return cast(Run, torch.jit.freeze(module))  # type: ignore[no-untyped-call]
 
 
@@ -211,14 +212,6 @@ def _onnx_run(graph: Any, state: Mapping[str, Tensor]) -> Run:
     options.enable_cpu_mem_arena = False  # each would keep what its largest batch took
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.contiguous().numpy()})[0])
-
-
-@contextmanager
-def _old_ways() -> Iterator[None]:
-    """Without torch's deprecation warnings: its newer exporter takes seconds, this one a fraction of one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _graph(traced: Any, example: Tensor, padding: Mapping[str, list[int]]) -> Any:
