@@ -259,27 +259,21 @@ def _top_of(fields: ImmutableMultiDict[str, Any]) -> int:
 async def _wait(request: Request, answers: Sequence[Future[Prediction]], seconds: float) -> list[Prediction]:
     """All answers; if one fails, takes too long or the client leaves, the others cost no more work."""
     found = asyncio.gather(*map(asyncio.wrap_future, answers))
-    found.add_done_callback(_retrieved)
     left = asyncio.ensure_future(_client_leaves(request))
-    either: set[asyncio.Future[Any]] = {found, left}
+    left.add_done_callback(lambda _: found.cancel())
     try:
-        done, _ = await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if found in done:
-            return found.result()
-        if left in done:
-            raise ClientDisconnect
-        raise Refusal(504, "timeout", f"there was no answer within {seconds:g} seconds: try again later", retry_after=1)
+        return await asyncio.wait_for(found, seconds)
+    except asyncio.TimeoutError:
+        detail = f"there was no answer within {seconds:g} seconds: try again later"
+        raise Refusal(504, "timeout", detail, retry_after=1) from None
+    except asyncio.CancelledError:
+        if left.done():
+            raise ClientDisconnect from None
+        raise
     finally:
         left.cancel()
-        found.cancel()
         for answer in answers:
             answer.cancel()
-
-
-def _retrieved(found: asyncio.Future[Any]) -> None:
-    """What becomes of answers that are no longer waited for is not an error worth a line in the log."""
-    if not found.cancelled():
-        found.exception()
 
 
 async def _client_leaves(request: Request) -> None:
