@@ -84,8 +84,7 @@ def main() -> None:
 
 def learned(tasks: list[tuple[Split, ...]]) -> Gaussians:
     """Task by task; what is to be chosen is chosen on a tenth of the training images, left out at first."""
-    size = tasks[0][0][0].shape[1]
-    whole, fewer, held, inside, first = FeatureSums.of(size), FeatureSums.of(size), [], [], 0
+    whole, fewer, held, inside, first = FeatureSums(), FeatureSums(), [], [], 0
     for number, (train, _) in enumerate(tasks):
         features, of_images = train
         classes = int(of_images.max()) + 1
@@ -112,7 +111,7 @@ def accuracies(tasks: list[tuple[Split, ...]]) -> dict[str, float]:
     """In percent of all test images, the task not given."""
     (train, labels), (test, truth) = joined(tasks, 0), joined(tasks, 1)
     one_by_one = learned(tasks)
-    at_once = FeatureSums.of(train.shape[1]).plus("all", train, labels, int(labels.max()) + 1)
+    at_once = FeatureSums().plus("all", train, labels, int(labels.max()) + 1)
     probabilities = one_by_one.probabilities(test)
     right = probabilities.argmax(1) == truth
     tasks_right = one_by_one.of_tasks(probabilities).argmax(1) == one_by_one.of_class[truth]

@@ -194,7 +194,7 @@ def test_hostile_features_take_no_memory(path):
     with changing(bundle) as change:
         stored = bundle.files.store("features", state)
         record = bundle.record("reds").model_copy(update={"features": stored})
-        change.replace_task("reds", record)  # it is not guessed any more, and that is said
+        change.commit({**change.bundle.tasks, "reds": record})  # it is not guessed any more, and that is said
     with pytest.raises(BundleError, match="train has no scale for each image"):
         Bundle.open(path).features("reds")
     assert Bundle.open(path).label_space().tasks == ("greens",)

@@ -196,7 +196,7 @@ def test_sums_of_tasks_that_come_and_go_are_those_of_the_tasks_that_are_there(ta
         asked.append(key)
         return tasks[key]
 
-    sums = None
+    sums = FeatureSums()
     for keys, needed in (("ab", "ab"), ("abc", "c"), ("bc", "a"), ("bc", ""), ("ca", "ba")):
         sums = updated(sums, {key: CLASSES[key] for key in keys}, read)
         assert asked == list(needed)  # what is there already is not read again
@@ -206,7 +206,7 @@ def test_sums_of_tasks_that_come_and_go_are_those_of_the_tasks_that_are_there(ta
 
 
 def test_without_tasks_there_are_no_sums():
-    assert updated(None, {}, lambda key: pytest.fail("was read")) is None
+    assert not updated(FeatureSums(), {}, lambda key: pytest.fail("was read")).counts
 
 
 def test_a_damaged_task_is_left_out_and_one_that_is_gone_costs_the_others_nothing(tasks, caplog):
@@ -217,11 +217,11 @@ def test_a_damaged_task_is_left_out_and_one_that_is_gone_costs_the_others_nothin
             raise BundleError(f"{key} is damaged")
         return tasks[key]
 
-    sums = updated(None, CLASSES, read)
+    sums = updated(FeatureSums(), CLASSES, read)
     require_sums(sums, {key: tasks[key] for key in "ac"})
     assert [record.getMessage() for record in caplog.records] == ["b is damaged. Its task is not guessed"]
     caplog.clear()
-    whole = updated(None, CLASSES, tasks.__getitem__)
+    whole = updated(FeatureSums(), CLASSES, tasks.__getitem__)
     sums = updated(whole, {key: CLASSES[key] for key in "ac"}, read)  # it cannot be subtracted
     require_sums(sums, {key: tasks[key] for key in "ac"})
     assert [record.getMessage() for record in caplog.records] == ["b is damaged"]
@@ -230,13 +230,13 @@ def test_a_damaged_task_is_left_out_and_one_that_is_gone_costs_the_others_nothin
 def test_features_of_another_network_are_left_out(tasks, caplog):
     caplog.set_level(logging.WARNING)
     narrow = TaskFeatures(torch.ones(4, 2), torch.arange(4) % 2, torch.ones(1, 2), torch.zeros(1).long())
-    sums = updated(None, {"a": 3, "b": 2}, {"a": tasks["a"], "b": narrow}.__getitem__)
+    sums = updated(FeatureSums(), {"a": 3, "b": 2}, {"a": tasks["a"], "b": narrow}.__getitem__)
     require_sums(sums, {"a": tasks["a"]})
     assert "its features are those of another network" in caplog.text
 
 
 def test_sums_and_what_was_chosen_come_back(tasks):
-    sums = updated(None, CLASSES, tasks.__getitem__)
+    sums = updated(FeatureSums(), CLASSES, tasks.__getitem__)
     chosen = calibrate(sums, tasks.__getitem__)
     state = space_state(sums, chosen)
     assert state["second"].shape == (SIZE * (SIZE + 1) // 2,)  # the other half is the same
@@ -252,14 +252,14 @@ def test_sums_and_what_was_chosen_come_back(tasks):
 
 
 def test_a_limit_that_nothing_reaches_is_a_finite_number(tasks):
-    sums = updated(None, CLASSES, tasks.__getitem__)
+    sums = updated(FeatureSums(), CLASSES, tasks.__getitem__)
     state = space_state(sums, sums.gaussians())
     assert state["chosen"].isfinite().all()
     assert chosen_from_state(sums, state, {key: key for key in CLASSES}).threshold > 1e200
 
 
 def test_the_classifier_knows_held_out_images(tasks):
-    sums = updated(None, CLASSES, tasks.__getitem__)
+    sums = updated(FeatureSums(), CLASSES, tasks.__getitem__)
     chosen = calibrate(sums, tasks.__getitem__)
     first = 0
     for key, task in tasks.items():
@@ -269,7 +269,7 @@ def test_the_classifier_knows_held_out_images(tasks):
 
 
 def test_what_is_chosen_is_what_the_images_of_all_tasks_at_once_lead_to(tasks):
-    sums = updated(None, CLASSES, tasks.__getitem__)
+    sums = updated(FeatureSums(), CLASSES, tasks.__getitem__)
     labels = torch.cat([tasks["a"].labels, 3 + tasks["b"].labels, 5 + tasks["c"].labels])  # the same of held-out images
     held_out, train = (torch.cat([getattr(tasks[key], name) for key in "abc"]) for name in ("held_out", "train"))
     found, expected = calibrate(sums, tasks.__getitem__), sums.calibrated(held_out, labels, (train, labels))
@@ -285,7 +285,7 @@ def test_damaged_tasks_say_nothing_about_what_is_chosen(tasks):
     def none(key):
         raise BundleError(f"{key} is damaged")
 
-    sums = updated(None, CLASSES, tasks.__getitem__)
+    sums = updated(FeatureSums(), CLASSES, tasks.__getitem__)
     usual = calibrate(sums, none)
     assert (usual.tasks, usual.ridge, usual.temperature, usual.threshold) == (("a", "b", "c"), 0.1, 4.0, math.inf)
 
@@ -301,14 +301,14 @@ def test_damaged_tasks_say_nothing_about_what_is_chosen(tasks):
     ],
 )
 def test_sums_that_are_none_are_refused(tasks, values, why):
-    state = {**space_state(sums := updated(None, CLASSES, tasks.__getitem__), sums.gaussians()), **values}
+    state = {**space_state(sums := updated(FeatureSums(), CLASSES, tasks.__getitem__), sums.gaussians()), **values}
     state = {key: tensor for key, tensor in state.items() if tensor is not None}
     with pytest.raises(BundleError, match=f"the sums of features are not what a bundle keeps: .*{why}"):
         sums_from_state(state, CLASSES)
 
 
 def test_sums_that_make_no_classifier_are_refused(tasks):
-    sums = updated(None, CLASSES, tasks.__getitem__)
+    sums = updated(FeatureSums(), CLASSES, tasks.__getitem__)
     state, names = space_state(sums, sums.gaussians()), {key: key for key in CLASSES}
     impossible = FeatureSums(-sums.second, sums.counts, sums.sums)
     for found, said in (

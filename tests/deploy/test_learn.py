@@ -401,7 +401,7 @@ def test_the_report_is_what_can_be_measured(teach, photos, tmp_path):
         bundle = Bundle.open(path)
         assert bundle.record("reds").checked == changes["reds"].after
         with changing(bundle) as change:  # as if it had been another: what comes next must start from what is on record
-            change.replace_task("reds", bundle.record("reds").model_copy(update={"checked": 12.5}))
+            change.commit({**bundle.tasks, "reds": bundle.record("reds").model_copy(update={"checked": 12.5})})
         recorded.append(12.5)
     assert list(changes) == ["reds", "stripes"]
     assert bundle.record("reds").accuracy == first.accuracy  # stays what it was when it was learned

@@ -26,7 +26,7 @@ def tasks():
 
 
 def learned(tasks, order) -> FeatureSums:
-    sums = FeatureSums.of(SIZE)
+    sums = FeatureSums()
     for name in order:
         features, labels = tasks[name]
         sums = sums.plus(name, features, labels, int(labels.max()) + 1)
@@ -90,7 +90,7 @@ def test_calibration_makes_sure_answers_rarer_where_classes_overlap():
     features, labels = clouds(6, 40, seed=0, apart=0.4)
     held, held_labels = clouds(6, 40, seed=0, apart=0.4)
     held = held + 1.0 * torch.randn(held.shape, generator=torch.Generator().manual_seed(4))
-    sums = FeatureSums.of(SIZE).plus("a", features, labels, 6)
+    sums = FeatureSums().plus("a", features, labels, 6)
     chosen = sums.calibrated(held, held_labels)
     probabilities = chosen.probabilities(held)
     right = (probabilities.argmax(1) == held_labels).double().mean()
@@ -101,7 +101,7 @@ def test_calibration_makes_sure_answers_rarer_where_classes_overlap():
 def test_few_images_that_are_all_right_do_not_make_it_certain():
     """Twelve of twelve are right by far, which still lets one of fourteen be wrong."""
     features, labels = clouds(3, 24, seed=0, apart=20.0)
-    sums = FeatureSums.of(SIZE).plus("a", features[:60], labels[:60], 3)
+    sums = FeatureSums().plus("a", features[:60], labels[:60], 3)
     probabilities = sums.calibrated(features[60:], labels[60:]).probabilities(features[60:])
     assert (probabilities.argmax(1) == labels[60:]).all()
     assert 0.85 < float(probabilities.max(1).values.mean()) < 0.99
@@ -127,7 +127,7 @@ def test_new_images_of_few_photos_are_called_unknown_no_more_often_than_stated(c
         features, labels = clouds(classes, train + held + 40, seed)
         place = torch.arange(len(labels)) // classes
         inside, out, new = place < train, (place >= train) & (place < train + held), place >= train + held
-        sums = FeatureSums.of(SIZE).plus("a", features[inside], labels[inside], classes)
+        sums = FeatureSums().plus("a", features[inside], labels[inside], classes)
         chosen = sums.calibrated(features[out], labels[out], (features[inside], labels[inside]))
         alarms.append(float((chosen.unusual(features[new]) > chosen.threshold).double().mean()))
         others, _ = clouds(8, 20, seed=1000 + seed)
@@ -138,11 +138,11 @@ def test_new_images_of_few_photos_are_called_unknown_no_more_often_than_stated(c
 
 def test_images_in_the_sums_count_as_if_they_were_not(tasks):
     features, labels = tasks["c"]
-    sums = FeatureSums.of(SIZE).plus("c", features, labels, 4)
+    sums = FeatureSums().plus("c", features, labels, 4)
     found = sums._unusual_left_out(sums.gaussians(0.1), features, labels)
     for image in (0, 7, 33):
         others = torch.arange(len(labels)) != image
-        without = FeatureSums.of(SIZE).plus("c", features[others], labels[others], 4)
+        without = FeatureSums().plus("c", features[others], labels[others], 4)
         expected = without.gaussians(0.1).unusual(features[image : image + 1])
         torch.testing.assert_close(found[image : image + 1], expected, rtol=0.03, atol=0.3)
 
@@ -161,11 +161,11 @@ def test_own_networks_share_out_the_probability_of_their_tasks(tasks):
     features = torch.cat([tasks["a"][0], tasks["b"][0]])
     before, asked = gaussians.probabilities(features), {}
 
-    def ask(task, images):
-        asked[task] = images
-        return torch.tensor([[0.75, 0.25]]).repeat(int(images.sum()), 1) if task == 1 else None
+    def ask(leading):
+        asked.update((task, leading[task]) for task in range(3) if leading[task].any())
+        yield 1, torch.tensor([[0.75, 0.25]]).repeat(int(leading[1].sum()), 1)
 
-    probabilities = gaussians.two_passes(features, ask)
+    probabilities = gaussians.shared_out(before, ask)
     of_tasks = gaussians.of_tasks(before)
     for task, images in asked.items():
         assert torch.equal(images, (of_tasks[:, task] >= 0.2) | (of_tasks.argmax(1) == task))
@@ -186,5 +186,5 @@ def test_two_that_rule_out_all_classes_between_them_still_give_probabilities(tas
     assert inside.min() == 0  # by rounding
     own = torch.zeros(1, len(inside)).double()
     own[0, inside.argmin()] = 1
-    found = gaussians.two_passes(far, lambda asked, images: own if asked == task else None)
+    found = gaussians.shared_out(first[None], lambda leading: [(task, own)])
     torch.testing.assert_close(found.sum(), torch.tensor(1.0).double())

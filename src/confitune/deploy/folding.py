@@ -14,8 +14,7 @@ import io
 import logging
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -49,16 +48,14 @@ def folded(net: ContinualNet, task: str) -> nn.Sequential:
     """
     own = copied_to_cpu(net)
     own.prepare(task)
-    make_plain(own)
-    return nn.Sequential(OrderedDict(backbone=own.backbone, head=own.head.linear)).eval().requires_grad_(False)
+    return nn.Sequential(OrderedDict(backbone=_plain(own), head=own.head.linear)).eval().requires_grad_(False)
 
 
-def folded_pretrained(net: ContinualNet) -> nn.Module:
-    """The same of the backbone as pre-trained, of a network that keeps that state: images -> features."""
+def folded_pretrained(net: ContinualNet, only: Sequence[str] | None = None) -> nn.Module:
+    """The same of the backbone, its parts (or only some) as pre-trained, where that is kept: images -> features."""
     own = copied_to_cpu(net)
-    own.start_pretrained()
-    make_plain(own)
-    return own.backbone.eval().requires_grad_(False)
+    own.start_pretrained(only)
+    return _plain(own)
 
 
 def copied_to_cpu(net: ContinualNet) -> ContinualNet:
@@ -86,8 +83,8 @@ def example_images(backbone: nn.Module, size: Size | None = None) -> Tensor | No
 
 
 @torch.no_grad()
-def make_plain(net: ContinualNet) -> None:
-    """Put what the parts of the live task do into the backbone itself, and take our hooks off."""
+def _plain(net: ContinualNet) -> nn.Module:
+    """The backbone with what the parts of the live task do put into it, and without our hooks."""
     for part in net.parts.values():
         if isinstance(part, Deltas):
             merged = part.merged()
@@ -106,6 +103,7 @@ def make_plain(net: ContinualNet) -> None:
                 norm._forward_hooks.clear()
                 spatial, gate = calibration.children()
                 _become(norm, nn.Sequential(spatial, copy.copy(norm), gate))
+    return net.backbone.eval().requires_grad_(False)
 
 
 def _become(module: nn.Module, other: nn.Module) -> None:
@@ -185,8 +183,9 @@ def compiler(backbone: nn.Module, example: Tensor) -> Callable[[Mapping[str, Ten
 
     `backbone` is changed; `example` is a batch of two images.
     """
-    with torch.no_grad(), _old_ways():
-        padding = _fix_padding(backbone, example)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, whose newer exporter takes seconds, this one a fraction of one
+        padding = _fix_padding(backbone)
         traced: Any = torch.jit.trace(backbone, example, check_trace=False)  # type: ignore[no-untyped-call]
         if find_spec("onnx") and find_spec("onnxruntime"):
             return partial(_onnx_run, _graph(traced, example, padding))
@@ -196,7 +195,8 @@ def compiler(backbone: nn.Module, example: Tensor) -> Callable[[Mapping[str, Ten
 def _torch_run(traced: Any, state: Mapping[str, Tensor]) -> Run:
     module = copy.deepcopy(traced)
     module.load_state_dict(state)
-    with _old_ways():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         return cast(Run, torch.jit.freeze(module))  # type: ignore[no-untyped-call]
 
 
@@ -212,14 +212,6 @@ def _onnx_run(graph: Any, state: Mapping[str, Tensor]) -> Run:
     options.enable_cpu_mem_arena = False  # each would keep what its largest batch took
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.contiguous().numpy()})[0])
-
-
-@contextmanager
-def _old_ways() -> Iterator[None]:
-    """Without torch's deprecation warnings: its newer exporter takes seconds, this one a fraction of one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _graph(traced: Any, example: Tensor, padding: Mapping[str, list[int]]) -> Any:
@@ -249,25 +241,18 @@ def _graph(traced: Any, example: Tensor, padding: Mapping[str, list[int]]) -> An
     return model
 
 
-def _fix_padding(backbone: nn.Module, example: Tensor) -> dict[str, list[int]]:
-    """Let timm's 'same' convolutions pad by constants: top, left, bottom, right by name, for images of this size."""
+def _fix_padding(backbone: nn.Module) -> dict[str, list[int]]:
+    """Let timm's 'same' convolutions pad by constants; a trace fills in which: top, left, bottom, right by name."""
     found: dict[str, list[int]] = {}
-
-    def measured(name: str, conv: Any, inputs: tuple[Tensor, ...]) -> None:
-        sizes = zip(inputs[0].shape[-2:], conv.kernel_size, conv.stride, conv.dilation, strict=True)
-        both = [get_same_padding(*numbers) for numbers in sizes]
-        found[name] = [pad // 2 for pad in both] + [pad - pad // 2 for pad in both]
-
-    convs = {name: conv for name, conv in backbone.named_modules() if type(conv) is Conv2dSame}
-    hooks = [conv.register_forward_pre_hook(partial(measured, name)) for name, conv in convs.items()]
-    backbone(example)
-    for hook in hooks:
-        hook.remove()
-    for name, (top, left, bottom, right) in found.items():
-        convs[name].forward = partial(_padded, convs[name], [left, right, top, bottom])  # type: ignore[method-assign]
+    for name, conv in backbone.named_modules():
+        if type(conv) is Conv2dSame:
+            conv.forward = partial(_padded, conv, name, found)  # type: ignore[method-assign]
     return found
 
 
-def _padded(conv: nn.Conv2d, pads: list[int], x: Tensor) -> Tensor:
-    x = nn.functional.pad(x, pads)
+def _padded(conv: Conv2dSame, name: str, found: dict[str, list[int]], x: Tensor) -> Tensor:
+    sizes = zip(map(int, x.shape[-2:]), conv.kernel_size, conv.stride, conv.dilation, strict=True)
+    both = [get_same_padding(*numbers) for numbers in sizes]
+    top, left, bottom, right = found[name] = [pad // 2 for pad in both] + [pad - pad // 2 for pad in both]
+    x = nn.functional.pad(x, [left, right, top, bottom])
     return nn.functional.conv2d(x, conv.weight, conv.bias, conv.stride, 0, conv.dilation, conv.groups)

@@ -129,5 +129,5 @@ def _replace(
     if changed["checked"] is not None:
         changed["accuracy"] = changed["checked"]
     record = change.bundle.record(task).model_copy(update=changed)
-    change.replace_task(task, record)
+    change.commit({**change.bundle.tasks, task: record})
     return record

@@ -118,30 +118,24 @@ def space_state(sums: FeatureSums, chosen: Gaussians) -> dict[str, Tensor]:
     return state
 
 
-def updated(
-    sums: FeatureSums | None, classes: Mapping[str, int], features: Callable[[str], TaskFeatures]
-) -> FeatureSums | None:
-    """Sums of exactly these tasks, given by their keys with their numbers of classes; None if there are none.
+def updated(sums: FeatureSums, classes: Mapping[str, int], features: Callable[[str], TaskFeatures]) -> FeatureSums:
+    """Sums of exactly these tasks, given by their keys with their numbers of classes.
 
     Tasks that are gone are subtracted and new ones added. If a damaged one cannot be subtracted, all are added up anew;
     one that cannot be added is left out with a warning.
     """
     try:
-        if sums is not None:
-            for key in sums.counts.keys() - classes.keys():
-                sums = sums.minus(key, features(key).train)
+        for key in sums.counts.keys() - classes.keys():
+            sums = sums.minus(key, features(key).train)
     except BundleError as error:
         _log.warning("%s", error)
-        sums = None
-    for key, number in classes.items():
-        if sums is not None and key in sums.counts:
-            continue
+        sums = FeatureSums()
+    for key in [key for key in classes if key not in sums.counts]:
         try:
             images = features(key)
-            sums = sums or FeatureSums.of(images.train.shape[1])
-            if images.train.shape[1] != len(sums.second):
+            if sums.second.shape not in ((), (images.train.shape[1],) * 2):
                 raise BundleError("its features are those of another network")
-            sums = sums.plus(key, images.train, images.labels, number)
+            sums = sums.plus(key, images.train, images.labels, classes[key])
         except BundleError as error:
             _log.warning("%s. Its task is not guessed", error)
     return sums
@@ -180,7 +174,9 @@ def chosen_from_state(sums: FeatureSums, state: Mapping[str, Tensor], names: Map
 
 def calibrate(sums: FeatureSums, features: Callable[[str], TaskFeatures]) -> Gaussians:
     """The classifier, tuned to held-out images of the tasks, or of some where they are many."""
-    keys, first, found, inside = list(sums.counts), 0, [], []
+    keys, first = list(sums.counts), 0
+    none = torch.empty(0, len(sums.second)), torch.empty(0, dtype=torch.long)
+    found, inside = [none], [none]
     some = set(random.Random(len(keys)).sample(keys, min(len(keys), _CALIBRATED)))
     for key in keys:
         with suppress(BundleError):  # a damaged task says nothing
@@ -189,7 +185,5 @@ def calibrate(sums: FeatureSums, features: Callable[[str], TaskFeatures]) -> Gau
                 found.append((of_task.held_out, first + of_task.held_out_labels))
                 inside.append((of_task.train, first + of_task.labels))
         first += len(sums.counts[key])
-    if not found:
-        return sums.calibrated(torch.empty(0, len(sums.second)), torch.empty(0))
     held_out, train = ([torch.cat(part) for part in zip(*pairs, strict=True)] for pairs in (found, inside))
     return sums.calibrated(held_out[0], held_out[1], (train[0], train[1]))

@@ -21,7 +21,7 @@ from torch.nn.functional import conv2d, pad
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models.convnext import LayerNorm2d as TorchvisionLayerNorm2d
 
-from confitune.deploy.folding import copied_to_cpu, make_plain
+from confitune.deploy.folding import folded_pretrained
 from confitune.engine.capture import forget_capture
 from confitune.errors import ConfituneError
 from confitune.nn import ContinualNet, Deltas, Head, Moments, Norms, XconvNorms
@@ -57,7 +57,7 @@ class MixedNet:
             raise CannotMixError(f"tasks own {', '.join(others)}, which all images of a batch share")
         self._image, self.classes = tuple(image), classes
         self._device = next(net.backbone.parameters()).device
-        self._backbone = _plain(net).to(self._device)
+        self._backbone = folded_pretrained(net, ["deltas"]).to(memory_format=torch.channels_last).to(self._device)
         self._slots: dict[str, tuple[int, torch.Size]] = {}  # of a row: where what starts, and its shape
         self._numbers = 0
         for name, norm in norm_layers(self._backbone).items():
@@ -203,14 +203,6 @@ class MixedNet:
             inner = _convolved(layer, z, window[0].unflatten(2, (1, *layer.kernel_size)))
         y.view(*y.shape[:2], -1).mT.baddbmm_(inner.flatten(2).mT, b.mT)
         return y
-
-
-def _plain(net: ContinualNet) -> nn.Module:
-    """A copy of the backbone alone, of stock layers."""
-    own = copied_to_cpu(net)
-    own.start_pretrained(["deltas"])  # no changes
-    make_plain(own)
-    return own.backbone.eval().requires_grad_(False).to(memory_format=torch.channels_last)
 
 
 def _affine(norm: Any) -> tuple[Tensor, Tensor]:

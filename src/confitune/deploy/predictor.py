@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from confitune.deploy.folding import Runners, folded, folded_pretrained
 from confitune.deploy.mixed import CannotMixError, MixedNet
 from confitune.engine import TrainSettings
 from confitune.errors import ConfituneError
-from confitune.methods.gaussian import Gaussians
+from confitune.methods.gaussian import Answers, Gaussians
 from confitune.nn import ContinualNet
 from confitune.tasks import DataError, DataMissingError, Pipeline, UnreadableImageError, is_image_name, open_rgb
 
@@ -109,9 +110,6 @@ class Predictor:
             _log.warning("%s. Images of several tasks are answered task by task, which takes longer", error)
             return None
 
-    def _has_room(self, bundle: Bundle) -> bool:
-        return self._mixed is None or self._mixed.classes >= _most_classes(bundle)
-
     def _take(self, bundle: Bundle) -> None:
         self.bundle = bundle
         self.version = bundle.manifest.version
@@ -135,7 +133,8 @@ class Predictor:
                 bundle = Bundle.open(self.bundle.path)
                 if bundle.damage is not None:
                     raise BundleError(bundle.damage)
-                if self._has_room(bundle) and bundle.has_backbone_of(self.bundle):
+                has_room = self._mixed is None or self._mixed.classes >= _most_classes(bundle)
+                if has_room and bundle.has_backbone_of(self.bundle):
                     for task in list(self._heads):
                         if task not in bundle.tasks or bundle.tasks[task].file != self.tasks[task].file:
                             self._drop(task)
@@ -186,7 +185,8 @@ class Predictor:
     def logits(self, pixels: Tensor, tasks: Sequence[str]) -> list[Tensor]:
         """Logits of image n under `tasks[n]`."""
         with self._lock:
-            return self._together(pixels, tasks, self._unpadded)
+            rows = self._together(pixels, tasks, self._logits)
+            return [row[: len(self.tasks[task].classes)] for row, task in zip(rows, tasks, strict=True)]
 
     @torch.no_grad()
     def _together(self, pixels: Tensor, tasks: Sequence[Any], answer: Callable[..., Iterable[Any]]) -> list[Any]:
@@ -205,29 +205,24 @@ class Predictor:
 
     def _of_tasks(self, x: Tensor, tasks: Sequence[str], top: int) -> list[Prediction]:
         """Answers where the tasks are given."""
-        classes = [self.bundle.record(task).classes for task in tasks]
         logits = self._logits(x, tasks)
         places = logits.topk(min(top, logits.shape[1])).indices
         shares = logits.softmax(1).gather(1, places)
         found = []
-        for task, names, best, of_image in zip(tasks, classes, places.tolist(), shares.tolist(), strict=True):
+        for task, best, of_image in zip(tasks, places.tolist(), shares.tolist(), strict=True):
+            names = self.tasks[task].classes
             named = tuple(
                 (names[place], share) for place, share in zip(best, of_image, strict=True) if place < len(names)
             )
             found.append(Prediction(task, None, named, self.version))
         return found
 
-    def _unpadded(self, x: Tensor, tasks: Sequence[str]) -> list[Tensor]:
-        """Logits of each image's own classes."""
-        counts = [len(self.bundle.record(task).classes) for task in tasks]
-        return [row[:count] for row, count in zip(self._logits(x, tasks), counts, strict=True)]
-
     def _logits(self, x: Tensor, tasks: Sequence[str], pretrained: Tensor | None = None) -> Tensor:
         """Of images under their tasks, on the CPU, padded with -inf. The tasks are one, unless images can be mixed.
 
         A task that owns only a head reads their pre-trained features.
         """
-        task = tasks[0]
+        counts, task = torch.tensor([len(self.bundle.record(task).classes) for task in tasks]), tasks[0]
         self._make_ready(task)
         only_head = self._keeps_pretrained and self._net.tasks[task].only_head
         if only_head and pretrained is not None:
@@ -237,7 +232,6 @@ class Predictor:
         else:
             rows = linear(self._features(x, None if only_head else task), *self._heads[task])
         rows = rows.float().cpu()
-        counts = torch.tensor([len(self.bundle.record(task).classes) for task in tasks])
         wrong = (~rows.isfinite() & (torch.arange(rows.shape[1]) < counts[:, None])).any(1)
         if wrong.any():
             task = tasks[int(wrong.nonzero()[0])]
@@ -276,22 +270,8 @@ class Predictor:
         allowed = None if among is None else torch.tensor([name in among for name in space.tasks])
 
         known = features.float().cpu()
-        first = space.probabilities(known, allowed)
-        at_once = self._leading(space, x, first)
-
-        def ask(task: int, images: Tensor) -> Tensor | None:
-            try:
-                rows = at_once.get(task)
-                if rows is None:
-                    rows = self._logits(x[images], [space.tasks[task]] * int(images.sum()), features[images])
-                return rows[:, : len(self.tasks[space.tasks[task]].classes)].double().softmax(1)
-            except BundleError as error:
-                if self.bundle.stamp() != self._seen:
-                    raise  # the file may be gone because there is a newer version
-                _log.warning("%s. Its pre-trained features answer for task %r", error, space.tasks[task])
-                return None
-
-        probabilities = space.shared_out(first, ask)
+        ask = partial(self._second_pass, space.tasks, x, features)
+        probabilities = space.shared_out(space.probabilities(known, allowed), ask)
         if not probabilities.isfinite().all():
             raise BundleError(f"{self.bundle.path} keeps sums of features that give no probabilities: name the task")
         unknown = (space.unusual(known) > space.threshold).tolist() if self.unknown else [False] * len(x)
@@ -310,20 +290,27 @@ class Predictor:
             )
         return found
 
-    def _leading(self, space: Gaussians, x: Tensor, first: Tensor) -> dict[int, Tensor]:
-        """Logits of images under their leading tasks, by task, in one mixed batch; none where that cannot be done."""
-        if self._mixed is None:
-            return {}
-        leading = space.leading(space.of_tasks(first)).T
-        leading &= ~torch.tensor([self.tasks[task].only_head for task in space.tasks])[:, None]
-        if not leading.any():
-            return {}
-        tasks, images = leading.nonzero(as_tuple=True)
-        try:
-            rows = self._logits(x[images], [space.tasks[task] for task in tasks])
-        except BundleError:  # one is damaged: each is asked alone
-            return {}
-        return {task: rows[tasks == task] for task in tasks.unique().tolist()}
+    def _second_pass(self, names: Sequence[str], x: Tensor, features: Tensor, leading: Tensor) -> Answers:
+        """What the networks of tasks say of the images that they lead in; a mixed batch asks all of them at once."""
+        at_once: dict[int, Tensor] = {}
+        whole = leading & ~torch.tensor([self.tasks[name].only_head for name in names])[:, None]
+        if self._mixed is not None and whole.any():
+            tasks, images = whole.nonzero(as_tuple=True)
+            with suppress(BundleError):  # one is damaged: each is asked alone
+                mixed = self._logits(x[images], [names[task] for task in tasks])
+                at_once = {task: mixed[tasks == task] for task in tasks.unique().tolist()}
+        for task in leading.any(1).nonzero().flatten().tolist():
+            name, mine = names[task], leading[task]
+            try:
+                rows = at_once.get(task)
+                if rows is None:
+                    rows = self._logits(x[mine], [name] * int(mine.sum()), features[mine])
+            except BundleError as error:
+                if self.bundle.stamp() != self._seen:
+                    raise  # the file may be gone because there is a newer version
+                _log.warning("%s. Its pre-trained features answer for task %r", error, name)
+            else:
+                yield task, rows[:, : len(self.tasks[name].classes)].double().softmax(1)
 
     def _best_of(self, shares: Tensor, mine: Tensor, top: int) -> tuple[tuple[str, str, float], ...]:
         """Task, name and probability of the likeliest of some classes of the label space."""

@@ -9,7 +9,6 @@ run that goes on from a checkpoint takes them again.
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from confitune.engine.events import Listener
 from confitune.engine.seeds import derived_generator
 from confitune.errors import ConfituneError
 from confitune.methods import Method
-from confitune.methods.gaussian import FeatureSums, Gaussians
+from confitune.methods.gaussian import Answers, FeatureSums, Gaussians
 from confitune.nn import ContinualNet, two_scales
 from confitune.settings import Scenario, TrainSettings
 from confitune.tasks import Images, Task, TaskSequence
@@ -60,7 +59,7 @@ class LabelSpace:
         twin = copy.deepcopy(pretrained).eval().to(settings.torch_device())
         backbone = twin.backbone if isinstance(twin, ContinualNet) else twin
         self._backbone = two_scales(backbone).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._sums: tuple[FeatureSums, FeatureSums] | None = None  # with what is held out, and without
+        self._sums, self._fewer = FeatureSums(), FeatureSums()  # with what is held out, and without
         self._held: list[Tensor] = []
         self._held_labels: list[Tensor] = []
         self._test: list[Tensor] = []
@@ -77,16 +76,29 @@ class LabelSpace:
         """
         for task in tasks[len(self._test) :]:
             self._add(task)
-        gaussians = self.gaussians()
+        gaussians, test = self.gaussians(), torch.cat(self._test)
         sizes = [len(task.test) for task in tasks]
         own = torch.eye(len(tasks), dtype=torch.bool).repeat_interleave(torch.tensor(sizes), 0)
-        test, allowed = torch.cat(self._test), own if given else None
-        if method.sums_only:
-            probabilities = gaussians.probabilities(test, allowed)
-        else:
-            known = test if method.two_scales and self._unmoved(net) else None
+        probabilities = gaussians.probabilities(test, own if given else None)
+        heads_know_features = method.two_scales and self._unmoved(net)
+
+        def ask(leading: Tensor) -> Answers:
+            """What tasks' own networks say of the test images, of whatever task, that they lead in."""
+            for place in leading.any(1).nonzero().flatten().tolist():
+                net.prepare(tasks[place].name)
+                entry, logits = net.tasks[tasks[place].name], []
+                if heads_know_features and entry.only_head:
+                    logits.append(net.head(test[leading[place]].to(net.head.linear.weight)))
+                else:
+                    for source, mine in zip(tasks, leading[place].split(sizes), strict=True):
+                        images = source.test.only(mine.nonzero().flatten())
+                        logits += [found for found, _ in outputs(net, source, images, self.settings, entry.image_size)]
+                listener.task_tested(place + 1, len(tasks))
+                yield place, torch.cat(logits).float().softmax(1).cpu()
+
+        if not method.sums_only:
             with net.evaluating():
-                probabilities = gaussians.two_passes(test, partial(self._ask, net, tasks, known, listener), allowed)
+                probabilities = gaussians.shared_out(probabilities, ask)
         names = {name: place for place, name in enumerate(dict.fromkeys(n for task in tasks for n in task.classes))}
         places = [torch.tensor([names[name] for name in task.classes]) for task in tasks]
         by_name = probabilities.new_zeros(len(probabilities), len(names))
@@ -96,22 +108,16 @@ class LabelSpace:
 
     def gaussians(self) -> Gaussians:
         """Of all training images; what is to be chosen is chosen on the held-out ones, without them."""
-        assert self._sums is not None
-        whole, fewer = self._sums
-        chosen = fewer.calibrated(torch.cat(self._held), torch.cat(self._held_labels))
-        return replace(whole.gaussians(chosen.ridge), temperature=chosen.temperature)
+        chosen = self._fewer.calibrated(torch.cat(self._held), torch.cat(self._held_labels))
+        return replace(self._sums.gaussians(chosen.ridge), temperature=chosen.temperature)
 
     def _add(self, task: Task) -> None:
         features, labels = self._features(task, task.train), task.train.labels.cpu()
-        nothing = FeatureSums.of(features.shape[1])
-        whole, fewer = self._sums or (nothing, nothing)
         stay, held = hold_out(labels, _HELD, derived_generator(self.settings.seed, "not in sums"))
         self._held.append(features[held])
-        self._held_labels.append(labels[held] + sum(map(len, whole.counts.values())))
-        self._sums = (
-            whole.plus(task.name, features, labels, len(task.classes)),
-            fewer.plus(task.name, features[stay], labels[stay], len(task.classes)),
-        )
+        self._held_labels.append(labels[held] + sum(map(len, self._sums.counts.values())))
+        self._sums = self._sums.plus(task.name, features, labels, len(task.classes))
+        self._fewer = self._fewer.plus(task.name, features[stay], labels[stay], len(task.classes))
         self._test.append(self._features(task, task.test))
 
     def _features(self, task: Task, images: Images) -> Tensor:
@@ -121,24 +127,3 @@ class LabelSpace:
         """Whether the network, apart from what tasks own, is still the pre-trained one."""
         before = dict(self._backbone.named_parameters())
         return all(torch.equal(weight, before[name]) for name, weight in net.shared_parameters().items())
-
-    def _ask(
-        self,
-        net: ContinualNet,
-        tasks: Sequence[Task],
-        known: Tensor | None,
-        listener: Listener,
-        place: int,
-        asked: Tensor,
-    ) -> Tensor:
-        """What a task's own network says of some test images of all tasks; `known` are features for heads alone."""
-        net.prepare(tasks[place].name)
-        entry, logits = net.tasks[tasks[place].name], []
-        if known is not None and entry.only_head:
-            logits.append(net.head(known[asked].to(net.head.linear.weight)))
-        else:
-            for source, mine in zip(tasks, asked.split([len(task.test) for task in tasks]), strict=True):
-                images = source.test.only(mine.nonzero().flatten())
-                logits += [found for found, _ in outputs(net, source, images, self.settings, entry.image_size)]
-        listener.task_tested(place + 1, len(tasks))
-        return torch.cat(logits).float().softmax(1).cpu()

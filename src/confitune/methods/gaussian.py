@@ -10,8 +10,8 @@ far it is from all images together (Ren et al., 2021).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -22,29 +22,23 @@ _RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0)  # of the mean variance, added to all
 _TEMPERATURES = tuple(2 ** (power / 2) for power in range(-2, 29))
 _USUAL_RIDGE, _USUAL_TEMPERATURE = 0.1, 4.0  # where there are no images to choose them on
 _NEARLY = 0.2  # of the probability: at most five tasks can have that
-# The answers [n, K] of a task (its position) about some images ([N], which ones); None where it has none.
-Ask = Callable[[int, Tensor], Tensor | None]
+Answers = Iterator[tuple[int, Tensor]]  # of tasks, by their positions, about the images [n, K] they are asked about
 FALSE_ALARMS = 0.05  # of held-out images are said to be unknown
 
 
 @dataclass(frozen=True)
 class FeatureSums:
-    """Sums over the features of all tasks' images, from which the classifier follows.
+    """Sums over the features of all tasks' images, from which the classifier follows; at first of none.
 
     >>> cats, dogs = torch.tensor([[3.0, 4.0], [4.0, 3.0]]), torch.tensor([[1.0, 0.0]])
-    >>> one = FeatureSums.of(2).plus("pets", torch.cat([cats, dogs]), torch.tensor([0, 0, 1]), classes=2)
+    >>> one = FeatureSums().plus("pets", torch.cat([cats, dogs]), torch.tensor([0, 0, 1]), classes=2)
     >>> one.counts["pets"].tolist(), len(one.plus("more", dogs, torch.tensor([0]), 1).minus("more", dogs).sums)
     ([2.0, 1.0], 1)
     """
 
-    second: Tensor  # [F, F], sum of x xT over all images
-    counts: Mapping[str, Tensor]  # [K] by task, images of each class
-    sums: Mapping[str, Tensor]  # [K, F] by task, sums of features of each class
-
-    @classmethod
-    def of(cls, size: int) -> FeatureSums:
-        """Nothing, of features of this size."""
-        return cls(torch.zeros(size, size, dtype=torch.float64), {}, {})
+    second: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # [F, F], x xT of all images
+    counts: Mapping[str, Tensor] = field(default_factory=dict)  # [K] by task, images of each class
+    sums: Mapping[str, Tensor] = field(default_factory=dict)  # [K, F] by task, sums of features of each class
 
     def plus(self, task: str, features: Tensor, labels: Tensor, classes: int) -> FeatureSums:
         """With a task's images more."""
@@ -180,28 +174,19 @@ class Gaussians:
         found = probabilities.new_zeros(len(probabilities), len(self.tasks))
         return found.index_add_(1, self.of_class, probabilities)
 
-    def leading(self, of_tasks: Tensor) -> Tensor:
-        """[N, T], the likeliest task of each image, and others that are nearly as likely."""
-        return (of_tasks == of_tasks.max(1, keepdim=True).values) | (of_tasks >= _NEARLY)
-
-    def two_passes(self, features: Tensor, ask: Ask, allowed: Tensor | None = None) -> Tensor:
-        """[N, C], `probabilities` after `shared_out`."""
-        return self.shared_out(self.probabilities(features, allowed), ask)
-
-    def shared_out(self, probabilities: Tensor, ask: Ask) -> Tensor:
+    def shared_out(self, probabilities: Tensor, ask: Callable[[Tensor], Answers]) -> Tensor:
         """[N, C], where each task's probability is shared out by the features and its own network together.
 
         They err differently, so their geometric mean is right more often than either. Only networks of the likeliest
-        tasks are asked, and of others that are nearly as likely.
+        tasks are asked, and of others that are nearly as likely: `ask` is told which about which images, [T, N].
         """
         found, of_tasks = probabilities.clone(), self.of_tasks(probabilities)
-        for task, images in enumerate(self.leading(of_tasks).T):
-            own = ask(task, images) if images.any() else None
-            if own is not None:
-                rows, mine = images.nonzero(), (self.of_class == task).nonzero().flatten()
-                first = found[rows, mine].clamp_min(1e-300)  # the two may rule out all classes between them
-                both = (first * own.to(found)).sqrt()
-                found[rows, mine] = of_tasks[images, task, None] * both / both.sum(1, keepdim=True)
+        leading = (of_tasks == of_tasks.max(1, keepdim=True).values) | (of_tasks >= _NEARLY)
+        for task, own in ask(leading.T):
+            rows, mine = leading[:, task].nonzero(), (self.of_class == task).nonzero().flatten()
+            first = found[rows, mine].clamp_min(1e-300)  # the two may rule out all classes between them
+            both = (first * own.to(found)).sqrt()
+            found[rows, mine] = of_tasks[leading[:, task], task, None] * both / both.sum(1, keepdim=True)
         return found
 
     def unusual(self, features: Tensor) -> Tensor:

@@ -104,8 +104,7 @@ class Bundle:
         record = self.record(task)
         if record.held_out is None:
             return None
-        with self._naming(record.held_out):
-            state = self.files.read(record.held_out)
+        with self._read(record.held_out) as state:
             try:
                 images = Images(state["pixels"], torch.arange(len(state["pixels"])), state["labels"])
                 return Task(task, record.classes, images, images, self.network.preprocess())
@@ -120,16 +119,15 @@ class Bundle:
     def read_features(self, record: TaskRecord) -> TaskFeatures:
         """The features that a record names, be it of a task that is not in the bundle yet."""
         assert record.features is not None
-        with self._naming(record.features):
-            return TaskFeatures.from_state(self.files.read(record.features), len(record.classes))
+        with self._read(record.features) as state:
+            return TaskFeatures.from_state(state, len(record.classes))
 
     def label_space(self) -> Gaussians:
         """The classifier over all classes of all tasks."""
         stored, records = self.manifest.sums, by_features(self.tasks)
         if stored is None:
             raise BundleError(f"{self.path} keeps no features of its tasks: name the task")
-        with self._naming(stored):
-            state = self.files.read(stored)
+        with self._read(stored) as state:
             sums = sums_from_state(state, {key: len(record.classes) for key, (_, record) in records.items()})
             return chosen_from_state(sums, state, {key: name for key, (name, _) in records.items()})
 
@@ -138,9 +136,9 @@ class Bundle:
         stored = self.manifest.pretrained
         if stored is None:
             raise BundleError(f"{self.path} keeps no pre-trained network: name the task")
-        with self._naming(stored):
+        with self._read(stored) as state:
             require_room(self.network.model, stored.bytes)
-            net, state = two_scales(headless(build_model(self.network.model))), self.files.read(stored)
+            net = two_scales(headless(build_model(self.network.model)))
             own = pretrained_state(net)
             if own.keys() != state.keys() or any(tensor.shape != state[key].shape for key, tensor in own.items()):
                 raise BundleError(f"these are not the weights of {self.network.model}")
@@ -155,10 +153,10 @@ class Bundle:
     def load_network(self, tasks: Sequence[str] = ()) -> ContinualNet:
         """The network with the state of `tasks`; the last of them is current."""
         stored = self.manifest.backbone
-        with self._naming(stored):
+        with self._read(stored) as state:
             require_room(self.network.model, stored.bytes)
             net = self.network.around(build_model(self.network.model))
-            net.load_shared_state_dict(self.files.read(stored))
+            net.load_shared_state_dict(state)
         for task in tasks:
             self.load_task(net, task)
         return net
@@ -168,8 +166,8 @@ class Bundle:
 
         A state with other tensors than the network keeps is refused before any is copied.
         """
-        record, state = self.record(task), self.task_state(task)
-        with self._naming(record.file):
+        record = self.record(task)
+        with self._read(record.file) as state:
             check_declared(state, self.network.size)
             net.load_task_state_dict(task, state, record.classes)
 
@@ -178,11 +176,11 @@ class Bundle:
         return sorted(self.path / name for name in self.files.leftovers(self.current, self.files.read_before()))
 
     @contextmanager
-    def _naming(self, stored: StoredFile) -> Iterator[None]:
-        """Errors within name the file that they are about."""
+    def _read(self, stored: StoredFile) -> Iterator[dict[str, Tensor]]:
+        """The tensors of a file; errors within name it."""
         path = str(self.path / stored.name)
         try:
-            yield
+            yield self.files.read(stored)
         except ConfituneError as error:
             if path in str(error):
                 raise

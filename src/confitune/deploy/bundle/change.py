@@ -10,6 +10,7 @@ import hashlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
 
@@ -33,6 +34,7 @@ from confitune.deploy.bundle.format import (
 )
 from confitune.deploy.label_space import TaskFeatures, calibrate, space_state, sums_from_state, updated
 from confitune.engine import versions
+from confitune.methods.gaussian import FeatureSums
 from confitune.tasks import Images
 
 _versions = cache(versions)
@@ -54,10 +56,9 @@ def changing(bundle: Bundle) -> Iterator[BundleChange]:
             _renew(bundle)
         elif len([*(path / TASKS).glob("*")]) > 1:  # a first task that broke off leaves no more
             raise BundleError(f"{path} holds tasks but no {MANIFEST}: restore it from a copy")
-        before = files.read_before()
-        files.delete(files.leftovers(bundle.current, before))
+        files.delete(files.leftovers(bundle.current, files.read_before()))
         try:
-            yield BundleChange(bundle, before)
+            yield BundleChange(bundle)
         except BaseException:
             if made and not Bundle.exists(path):  # a first task that failed leaves nothing
                 shutil.rmtree(path, ignore_errors=True)
@@ -95,17 +96,12 @@ def go_back(bundle: Bundle) -> None:
         files.delete(files.leftovers(before))
 
 
+@dataclass
 class BundleChange:
-    """A change of a bundle under way, see `changing`. Files that are stored count once their task is added.
+    """A change of a bundle under way, see `changing`. Files that are stored count once their task is added."""
 
-    Args:
-        before: the manifest before the bundle's last change, as far as it can be read.
-    """
-
-    def __init__(self, bundle: Bundle, before: Manifest | None) -> None:
-        self.bundle = bundle
-        self._before = before
-        self._pretrained: StoredFile | None = None  # of a new bundle
+    bundle: Bundle
+    pretrained: StoredFile | None = None  # of a new bundle
 
     def store_task(self, state: Mapping[str, Tensor], classes: Sequence[str]) -> StoredFile:
         """Write a task's state."""
@@ -123,7 +119,7 @@ class BundleChange:
 
     def store_pretrained(self, net: nn.Module) -> None:
         """Write the network that a new bundle starts from, before its first task."""
-        self._pretrained = self.bundle.files.store(BACKBONES, pretrained_state(net))
+        self.pretrained = self.bundle.files.store(BACKBONES, pretrained_state(net))
 
     def require_new(self, task: str) -> None:
         """Refuse a name that a task has already, or that no task may have."""
@@ -151,11 +147,6 @@ class BundleChange:
         for name, accuracy in (checked or {}).items():
             tasks[name] = tasks[name].model_copy(update={"checked": accuracy})
         self.commit(tasks, shared)
-
-    def replace_task(self, task: str, record: TaskRecord) -> None:
-        """Commit another record of a task, whose files are stored."""
-        self.bundle.record(task)
-        self.commit({**self.bundle.tasks, task: record})
 
     def rename_task(self, task: str, to: str) -> None:
         """Give a task another name."""
@@ -194,34 +185,35 @@ class BundleChange:
         new = Manifest(
             network=bundle.network,
             backbone=backbone,
-            pretrained=self._pretrained if old is None else old.pretrained,
+            pretrained=self.pretrained if old is None else old.pretrained,
             sums=self._sums_of(tasks),
             lineage=lineage,
             tasks=dict(tasks),
             versions=_versions(),
             written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
+        before = files.read_before()
         if old is not None:
             files.write_manifest(BEFORE, old)
         files.write_manifest(MANIFEST, new)
         bundle.current = new
         if old is None:  # a second copy, as there is no state before
             files.write_manifest(BEFORE, new)
-        elif self._before is not None:
-            files.delete(self._before.files() - old.files() - new.files())
-        self._before = old
+        elif before is not None:
+            files.delete(before.files() - old.files() - new.files())
 
     def _sums_of(self, tasks: Mapping[str, TaskRecord]) -> StoredFile | None:
         """The sums of features of these tasks: those of new tasks are added, those of gone ones subtracted."""
         files = self.bundle.files
         stored = None if self.bundle.current is None else self.bundle.current.sums
         old, new = by_features(self.bundle.tasks), by_features(tasks)
+        if not new:
+            return None
         if old.keys() == new.keys():
             return stored
         known = {key: record for key, (_, record) in (old | new).items()}
         read = cache(lambda key: self.bundle.read_features(known[key]))
-        sums = None
-        if stored is not None:
-            sums = sums_from_state(files.read(stored), {key: len(known[key].classes) for key in old})
-        sums = updated(sums, {key: len(known[key].classes) for key in new}, read) if new else None
-        return None if sums is None else files.store(FEATURES, space_state(sums, calibrate(sums, read)))
+        classes = {key: len(record.classes) for key, record in known.items()}
+        sums = FeatureSums() if stored is None else sums_from_state(files.read(stored), classes)
+        sums = updated(sums, {key: classes[key] for key in new}, read)
+        return files.store(FEATURES, space_state(sums, calibrate(sums, read))) if sums.counts else None

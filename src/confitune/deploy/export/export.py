@@ -1,7 +1,7 @@
 """Tasks of a network or a bundle as a file for another runtime, in one of the formats that have a module here.
 
-A format is a module with `ENDING` of its files, `write(content)`, which gives the bytes of one, and `run(path, images,
-task)`, which gives the logits that the file gives.
+A format is a module that is called like the ending of its files, with `write(content)`, which gives the bytes of one,
+and `run(path, images, task)`, which gives the logits that the file gives.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from confitune.deploy.bundle import Bundle
 from confitune.deploy.folding import copied_to_cpu, example_images, folded
 from confitune.errors import ConfituneError
 from confitune.files import write_whole
-from confitune.nn import ContinualNet
+from confitune.nn import ContinualNet, state_sha256
 from confitune.nn.geometry import Size
 from confitune.tasks import CROP, Preprocess
 from confitune.tasks.decode import RESIZE
 
 _TOLERANCE = 1e-4
 _COMPARED = 10  # images
+FORMATS = [info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)]) if info.name != "export"]
 Factors = tuple[Tensor, ...]  # of a change of a weight: B [O, r] and A [r, I], or B, channels [r, I] and windows [r, K]
 
 
@@ -36,16 +37,10 @@ Factors = tuple[Tensor, ...]  # of a change of a weight: B [O, r] and A [r, I], 
 class Own:
     """What a task has in place of the first one's tensors, by their names in the backbone, and its head."""
 
+    backbone: str  # hash of the whole; equal for tasks that differ in their heads alone
     tensors: Mapping[str, Tensor]
     changes: Mapping[str, Factors]
     head: nn.Linear
-
-    def same_backbone(self, other: Own) -> bool:
-        """Whether two tasks differ in their heads alone."""
-        mine, theirs = ({**{name: (t,) for name, t in own.tensors.items()}, **own.changes} for own in (self, other))
-        return mine.keys() == theirs.keys() and all(
-            torch.equal(one, two) for name in mine for one, two in zip(mine[name], theirs[name], strict=True)
-        )
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,7 @@ def _owned(net: ContinualNet, tasks: Sequence[str], backbone: nn.Module) -> list
         own = {name: tensor for name, tensor in state.items() if not torch.equal(tensor, shared[name])}
         head = module[1]
         assert isinstance(head, nn.Linear)
-        found.append(Own(own, changes, head))
+        found.append(Own(state_sha256(module[0]), own, changes, head))
     return found
 
 
@@ -184,7 +179,7 @@ def export_bundle(path: Path, task: str | None, out: Path | None = None, to: str
     tasks = list(bundle.tasks) if task is None else [task]
     net, ready = bundle.load_network(tasks), bundle.network.preprocess()
     name = path.resolve().name if task is None else task
-    out = out or Path(re.sub(r"[^\w-]+", "_", name) + FORMATS[to].ENDING)
+    out = out or Path(re.sub(r"[^\w-]+", "_", name) + f".{to}")
     facts = {"version": bundle.manifest.version, "steps": [("resize", RESIZE), ("crop", CROP), *_steps(ready)]}
     export_network(net, task or tasks, out, size=bundle.network.size, preprocess=ready, facts=facts)
     return out, max(check_export(out, net, name, ready(_some_images(bundle, name))) for name in tasks)
@@ -199,16 +194,6 @@ def _some_images(bundle: Bundle, task: str) -> Tensor:
 
 
 def _format_of(path: Path) -> Any:
-    for module in FORMATS.values():
-        if path.suffix == module.ENDING:
-            return module
-    raise ConfituneError(f"{path}: files end in {' or '.join(module.ENDING for module in FORMATS.values())}")
-
-
-def _found() -> dict[str, Any]:
-    package = __name__.rpartition(".")[0]
-    names = [info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)]) if info.name != "export"]
-    return {name: importlib.import_module(f"{package}.{name}") for name in names}
-
-
-FORMATS: Mapping[str, Any] = _found()
+    if path.suffix[1:] not in FORMATS:
+        raise ConfituneError(f"{path}: files end in {' or '.join(f'.{name}' for name in FORMATS)}")
+    return importlib.import_module(f"{__package__}{path.suffix}")

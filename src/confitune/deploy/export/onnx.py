@@ -11,6 +11,7 @@ that every branch is as fast as a file of the task alone, and takes as much memo
 
 from __future__ import annotations
 
+import copy
 import importlib
 import io
 import json
@@ -24,13 +25,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from confitune.errors import ConfituneError
 
 if TYPE_CHECKING:
     from confitune.deploy.export.export import Content, Own
-
-ENDING = ".onnx"
 
 
 def write(content: Content) -> bytes:
@@ -87,18 +87,15 @@ def _of_all(content: Content) -> Any:
     optimizer.fold_constants(program.model)
     optimizer.remove_unused_nodes(program.model)
     model: Any = program.model_proto
-    backbones: list[Own] = []
-    places = []  # of each task's backbone
+    backbones: dict[str, Own] = {}
     for task in content.tasks:
-        place = next((n for n, other in enumerate(backbones) if task.same_backbone(other)), len(backbones))
-        backbones[place:] = backbones[place:] or [task]
-        places.append(place)
+        backbones.setdefault(task.backbone, task)
     shared, branches = content.module.get_submodule("backbone").state_dict(), _Branches(onnx, model.graph)
-    graph = branches.tree(backbones, 0, len(backbones), "all")
-    most = max(task.head.out_features for task in content.tasks)
-    weight = np.stack([_padded(task.head.weight.numpy(), most, 0.0) for task in content.tasks])
-    bias = np.stack([_padded(task.head.bias.numpy(), most, -np.inf) for task in content.tasks])
-    tables = {"heads.weight": weight, "heads.bias": bias, "backbones": np.array(places)}
+    graph = branches.tree(list(backbones.values()), 0, len(backbones), "all")
+    weight = pad_sequence([task.head.weight for task in content.tasks], batch_first=True).numpy()
+    bias = pad_sequence([task.head.bias for task in content.tasks], batch_first=True, padding_value=-torch.inf).numpy()
+    places = np.array([list(backbones).index(task.backbone) for task in content.tasks])
+    tables = {"heads.weight": weight, "heads.bias": bias, "backbones": places}
     tables |= {name: shared[name].numpy() for name in sorted(branches.used)}
     graph.initializer.extend(as_tensor(table, name) for name, table in tables.items())
     # The task's branch must be known before the tree asks for it.
@@ -113,14 +110,9 @@ def _of_all(content: Content) -> Any:
     batch = model.graph.output[0].type.tensor_type.shape.dim[0].dim_param
     number, integer = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
     del graph.output[:]
-    graph.output.append(helper.make_tensor_value_info("logits", number, [batch, most]))
+    graph.output.append(helper.make_tensor_value_info("logits", number, [batch, weight.shape[1]]))
     graph.input.extend([model.graph.input[0], helper.make_tensor_value_info("task", integer, [])])
     return helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
-
-
-def _padded(array: np.ndarray, rows: int, value: float) -> np.ndarray:
-    wide = [(0, rows - len(array)), *[(0, 0)] * (array.ndim - 1)]
-    return np.pad(array, wide, constant_values=value)
 
 
 class _Branches:
@@ -128,7 +120,7 @@ class _Branches:
 
     def __init__(self, onnx: Any, graph: Any) -> None:
         self.helper, self.as_tensor = onnx.helper, onnx.numpy_helper.from_array
-        self.graph, self._float = graph, onnx.TensorProto.FLOAT
+        self.graph = graph
         self.tensors = {tensor.name: tensor for tensor in graph.initializer}
         self.used: set[str] = set()  # names of shared tensors
 
@@ -147,11 +139,7 @@ class _Branches:
             self.helper.make_node("If", [less], [output], **branches),
         ]
         limits = [self.as_tensor(np.array(middle), limit)]
-        return self.helper.make_graph(nodes, name, [], [self._features(output)], limits)
-
-    def _features(self, name: str) -> Any:
-        shape = [dim.dim_param or dim.dim_value for dim in self.graph.output[0].type.tensor_type.shape.dim]
-        return self.helper.make_tensor_value_info(name, self._float, shape)
+        return self.helper.make_graph(nodes, name, [], [_copied(self.graph.output[0], output)], limits)
 
     def _branch(self, own: Own, suffix: str) -> Any:
         make, nodes, inside = self.helper.make_node, [], []
@@ -180,20 +168,20 @@ class _Branches:
                 nodes.append(make("Reshape", [name, shape], [named(name)]))
                 self.used.add(name)
             else:
-                copied = type(tensor)()
-                copied.CopyFrom(tensor)
-                copied.name = named(name)
-                inside.append(copied)
+                inside.append(_copied(tensor, named(name)))
         for node in self.graph.node:
-            copied = type(node)()
-            copied.CopyFrom(node)
-            copied.name = named(node.name)
+            copied = _copied(node, named(node.name))
             copied.input[:] = [named(name) for name in node.input]
             copied.output[:] = [named(name) for name in node.output]
             nodes.append(copied)
-        return self.helper.make_graph(
-            nodes, f"backbone {suffix}", [], [self._features(named(self.graph.output[0].name))], inside
-        )
+        output = self.graph.output[0]
+        return self.helper.make_graph(nodes, f"backbone {suffix}", [], [_copied(output, named(output.name))], inside)
+
+
+def _copied(message: Any, name: str) -> Any:
+    copied = copy.deepcopy(message)
+    copied.name = name
+    return copied
 
 
 def _forget_sources(graph: Any) -> None:

@@ -150,7 +150,8 @@ def _bounded_protocol(limits: Limits) -> type[asyncio.Protocol]:
             super().connection_made(transport)
             self._since, self._wrapping, self._body = self.loop.time(), 0, 0
             if len(self.connections) > limits.connections:
-                idle: list[Any] = [other for other in self.connections if other is not self and not _asks(other)]
+                others: list[Any] = [other for other in self.connections if other is not self]
+                idle = [other for other in others if other.cycle is None or other.cycle.response_complete]
                 if idle:
                     min(idle, key=lambda other: other._since).transport.abort()
                 elif len(self.connections) > limits.connections + _SPARE:
@@ -171,7 +172,3 @@ def _bounded_protocol(limits: Limits) -> type[asyncio.Protocol]:
                     return
 
     return Bounded
-
-
-def _asks(connection: Any) -> bool:
-    return connection.cycle is not None and not connection.cycle.response_complete

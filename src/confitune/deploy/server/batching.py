@@ -147,24 +147,21 @@ class Batcher:
             raise Refusal(413, "too-many-pixels", detail, image=job.name)
 
     def _work(self) -> None:
-        while (batch := self._next_batch()) is not None:
-            if batch:
-                self._predict(batch)
-
-    def _next_batch(self) -> list[_Job] | None:
-        """The next images, without those that nobody waits for any more; None at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._stopped)
-            if self._stopped:
-                return None
-            # Counted from when the first was ready: while the last batch was predicted, it has waited already.
-            latest = self._ready[0].ready_at + self._limits.max_wait_ms / 1000
-            self._changed.wait_for(
-                lambda: len(self._ready) >= self._limits.max_batch or self._stopped, max(0.0, latest - time.monotonic())
-            )
-            batch = [self._ready.popleft() for _ in range(min(len(self._ready), self._limits.max_batch))]
-            self.waiting -= len(batch)
-        return [job for job in batch if job.answer.set_running_or_notify_cancel()]
+        """Answer batch after batch, without those images that nobody waits for any more."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._stopped)
+                if self._stopped:
+                    return
+                # Counted from when the first was ready: while the last batch was predicted, it has waited already.
+                left = self._ready[0].ready_at + self._limits.max_wait_ms / 1000 - time.monotonic()
+                self._changed.wait_for(
+                    lambda: len(self._ready) >= self._limits.max_batch or self._stopped, max(0.0, left)
+                )
+                batch = [self._ready.popleft() for _ in range(min(len(self._ready), self._limits.max_batch))]
+                self.waiting -= len(batch)
+            if wanted := [job for job in batch if job.answer.set_running_or_notify_cancel()]:
+                self._predict(wanted)
 
     def _predict(self, batch: list[_Job]) -> None:
         """Answer a batch; where that fails, task by task, so that a task that cannot be used fails alone."""

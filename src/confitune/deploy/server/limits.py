@@ -1,8 +1,7 @@
 """What a server accepts from clients, how it refuses, and the middleware that does so.
 
 uvicorn takes bodies of any length, however slowly they come; here they are counted while they arrive. Starlette limits
-one body and the parts of a form (see `routes.py`), but neither all bodies together nor how long they take. The server's
-packages are an extra, imported where they are needed.
+one body and the parts of a form (see `routes.py`), but neither all bodies together nor how long they take.
 """
 
 from __future__ import annotations

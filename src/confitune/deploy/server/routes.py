@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from http import HTTPStatus
 from importlib.resources import files
@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 from starlette.datastructures import ImmutableMultiDict, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 from confitune.deploy.predictor import Prediction, Predictor
 from confitune.deploy.server.batching import Batcher
@@ -207,14 +208,8 @@ def add_page(app: FastAPI) -> None:
     """The people's side of an app. Paths are looked up, never opened: there is nothing to climb out of."""
     for path, (name, kind) in _PAGE.items():
         content = files("confitune.deploy.server").joinpath("page", name).read_bytes()
-        app.add_api_route(path, _endpoint(content, kind), include_in_schema=False)
-
-
-def _endpoint(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
-    async def asset() -> Response:
-        return Response(content, headers=_PAGE_HEADERS | {"Content-Type": kind})
-
-    return asset
+        answer = Response(content, headers=_PAGE_HEADERS | {"Content-Type": kind})
+        app.router.routes.append(Route(path, answer, methods=["GET"]))
 
 
 async def _read(request: Request, limits: Limits) -> tuple[list[tuple[str, bytes]], ImmutableMultiDict[str, Any]]:
@@ -264,27 +259,21 @@ def _top_of(fields: ImmutableMultiDict[str, Any]) -> int:
 async def _wait(request: Request, answers: Sequence[Future[Prediction]], seconds: float) -> list[Prediction]:
     """All answers; if one fails, takes too long or the client leaves, the others cost no more work."""
     found = asyncio.gather(*map(asyncio.wrap_future, answers))
-    found.add_done_callback(_retrieved)
     left = asyncio.ensure_future(_client_leaves(request))
-    either: set[asyncio.Future[Any]] = {found, left}
+    left.add_done_callback(lambda _: found.cancel())
     try:
-        done, _ = await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if found in done:
-            return found.result()
-        if left in done:
-            raise ClientDisconnect
-        raise Refusal(504, "timeout", f"there was no answer within {seconds:g} seconds: try again later", retry_after=1)
+        return await asyncio.wait_for(found, seconds)
+    except asyncio.TimeoutError:
+        detail = f"there was no answer within {seconds:g} seconds: try again later"
+        raise Refusal(504, "timeout", detail, retry_after=1) from None
+    except asyncio.CancelledError:
+        if left.done():
+            raise ClientDisconnect from None
+        raise
     finally:
         left.cancel()
-        found.cancel()
         for answer in answers:
             answer.cancel()
-
-
-def _retrieved(found: asyncio.Future[Any]) -> None:
-    """What becomes of answers that are no longer waited for is not an error worth a line in the log."""
-    if not found.cancelled():
-        found.exception()
 
 
 async def _client_leaves(request: Request) -> None:
