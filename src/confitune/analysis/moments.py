@@ -3,14 +3,13 @@
 True moments are those of a task's whole TEST set, measured in evaluation mode with the task's state, so a layer's input
 is what the layers before it, normalised as at test time, really give it:
 
-    mean[c] = 1 / (N H W) * sum of x[n, c, h, w],   variance[c] = 1 / (N H W) * sum of (x[n, c, h, w] - mean[c])^2
+    mean[c] = 1 / (N H W) * sum of x[n, c, h, w]
 
 Used ones are recovered through today's weights, stored or shared, as the network's kind has it.
 """
 
 import copy
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,13 +63,6 @@ class Moments:
             self.count = total
 
 
-class LayerMoments(NamedTuple):
-    """Of one convolution's output on one task's test set; float64 [C] on the CPU."""
-
-    true_mean: Tensor
-    used_mean: Tensor
-
-
 def paired_convs(net: ContinualNet, example_input: Tensor | None = None) -> dict[str, str]:
     """Convolution -> the batch norm that reads its output, both by their names in the backbone."""
     if Calibrations.name in net.parts:
@@ -88,8 +80,8 @@ def paired_convs(net: ContinualNet, example_input: Tensor | None = None) -> dict
 
 
 @torch.no_grad()
-def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings) -> dict[str, LayerMoments]:
-    """True and used means of every paired convolution's output on the task's test set, in network order.
+def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings) -> dict[str, Tensor]:
+    """The true and the used mean, float64 [2, C], of every paired convolution's output on the task's test set.
 
     The network, its slot included, stays as it is: a copy is measured. Convolutions are done in full float32 whatever
     the settings say, since rounded weights would put a gap between the recovered and the true mean that is none of the
@@ -113,5 +105,5 @@ def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings) -> d
             twin(task.inputs(pixels))
     if not true:
         raise ConfituneError(f"no batch norm of {type(net.backbone).__name__} follows a convolution: nothing to watch")
-    used = {conv: twin.backbone.get_submodule(norm).get_buffer("running_mean") for conv, norm in pairs.items()}
-    return {conv: LayerMoments(moments.mean.cpu(), used[conv].double().cpu()) for conv, moments in true.items()}
+    used = {conv: twin.backbone.get_submodule(pairs[conv]).get_buffer("running_mean").double() for conv in true}
+    return {conv: torch.stack([moments.mean, used[conv]]).cpu() for conv, moments in true.items()}

@@ -11,7 +11,7 @@ measures
 Euclidean norms over channels.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class ShiftRecorder(Listener):
 
     def task_ended(self, task: int, accuracies: Sequence[float]) -> None:
         if task == 0:
-            kept = {name: torch.stack(means) for name, means in self._measure().items()}
+            kept = self._measure()
             write_whole(self._path, lambda out: out.write(save(kept)))
 
     def result(self) -> dict[str, Any]:
@@ -69,12 +69,12 @@ class ShiftRecorder(Listener):
             "d2": [_distance(used, true) for _, _, true, used in pairs],
         }
 
-    def _measure(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+    def _measure(self) -> dict[str, Tensor]:
         return moments_at_test(self._net, self._sequence[0], self._settings)
 
-    def _before(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+    def _before(self) -> dict[str, Tensor]:
         try:
-            return {name: (true, used) for name, (true, used) in load(self._path.read_bytes()).items()}
+            return load(self._path.read_bytes())
         except (OSError, SafetensorError) as error:
             raise ConfituneError(
                 f"{self._path} cannot be read ({error}): start this run anew for this analysis"

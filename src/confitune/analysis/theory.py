@@ -228,8 +228,7 @@ def check_proposition3(seed: int = 0, instances: int = 20, tasks: int = 5) -> di
     """
     probing_first, worst = _learn(seed, instances, tasks, probe=True)
     plain, _ = _learn(seed, instances, tasks, probe=False)
-    found = {"holds": worst <= 1e-10, "worst_violation": worst}
-    return {**found, "probing_first": probing_first, "plain": plain}
+    return {"holds": worst <= 1e-10, "worst_violation": worst, "probing_first": probing_first, "plain": plain}
 
 
 def _learn(seed: int, instances: int, tasks: int, probe: bool) -> tuple[list[float], float]:
