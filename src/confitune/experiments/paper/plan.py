@@ -10,7 +10,7 @@ from typing import Any
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.paper.numbers import reported
-from confitune.experiments.runs.identity import file_name, run_key
+from confitune.experiments.runs.identity import run_key
 from confitune.experiments.runs.recipe import Recipe, make_recipe, merge_settings, read_recipe
 from confitune.experiments.runs.runner import Place
 from confitune.tasks import dataset_info
@@ -52,10 +52,6 @@ class Scope:
     def chosen(self, methods: Iterable[str]) -> tuple[str, ...]:
         """Those of `methods` that are asked for."""
         return tuple(m for m in methods if self.methods is None or m in self.methods)
-
-    def picture(self, what: str, dataset: str) -> Path:
-        """The file of a dataset's picture."""
-        return self.out / f"{what}-{file_name(dataset)}.png"
 
 
 def read_scope(

@@ -20,14 +20,7 @@ import numpy as np
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.reporting.figures import matrices, overview_figure, png_of, save_figure
-from confitune.experiments.reporting.table import (
-    COLUMNS,
-    Section,
-    html_table,
-    scenario_words,
-    sections_of,
-    shown,
-)
+from confitune.experiments.reporting.table import COLUMNS, Section, html_table, scenario_words, sections_of, shown
 from confitune.experiments.runs.identity import RUNS, WORK, file_name, filled, finished_runs
 from confitune.files import write_whole
 from confitune.metrics import average_accuracy_curve
@@ -78,8 +71,7 @@ def draw_overview(out: Path, result: RunResult) -> Path | None:
     """A picture of the table that a finished run stands in; none where no method learned task after task."""
     sections = sections_of(finished_runs(out).values())
     section = next(section for section in sections if any(result in row.runs for row in section.rows))
-    figure = _overview(section)
-    if figure is None:
+    if (figure := _overview(section)) is None:
         return None
     path = out / f"overview-{file_name(section.dataset)}.png"
     save_figure(figure, path)

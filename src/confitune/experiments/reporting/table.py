@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -97,14 +97,10 @@ def numbers_per_task(runs: Sequence[RunResult]) -> int:
 class Row:
     """Runs that differ only in their seed."""
 
+    method: str
     settings: Mapping[str, str]  # the method, its options as part.option, and all settings; None is left out
     config: Mapping[str, Any]  # of its first run, with all defaults
     runs: list[RunResult] = field(default_factory=list)
-
-    @property
-    def method(self) -> str:
-        """The method's name."""
-        return self.settings["method"]
 
 
 @dataclass(frozen=True)
@@ -145,7 +141,7 @@ def rows_of(results: Iterable[RunResult]) -> list[Row]:
         measured = {"tasks": str(len(result.accuracy_matrix)), "weights": result.weights_sha256[:8]}
         settings = {"method": result.method, **flat, **measured}
         key = json.dumps([result.dataset, settings], sort_keys=True)
-        found.setdefault(key, Row(settings, config)).runs.append(result)
+        found.setdefault(key, Row(result.method, settings, config)).runs.append(result)
     for row in found.values():
         row.runs.sort(key=lambda result: result.seed)
     return list(found.values())
@@ -190,11 +186,6 @@ def names_of(rows: Sequence[Row], among: Sequence[Row] = ()) -> list[str]:
         label = short[row.method] if list(short.values()).count(short[row.method]) == 1 else row.method
         names.append(f"{label} ({', '.join(options)})" if options else label)
     return names
-
-
-def section_of(rows: Sequence[Row]) -> Section:
-    """Rows of one recipe, in the order given."""
-    return Section(rows[0].runs[0].dataset, _words(rows), names_of(rows), list(rows))
 
 
 def sections_of(results: Iterable[RunResult]) -> list[Section]:
@@ -258,8 +249,9 @@ def summary_table(results: Sequence[RunResult]) -> Table:
         "ACC: accuracy over all tasks at the end. FGT: what earlier tasks lost since their best. In percent. "
         "Numbers a task: what it adds to what is stored, its head included."
     )
-    section = section_of(best_first(rows_of(results)))
-    return replace(section, columns=[*USUAL, "seconds"], note=note).terminal()
+    rows = best_first(rows_of(results))
+    columns = (*USUAL, "seconds")
+    return Section(results[0].dataset, _words(rows), names_of(rows), rows, columns, note=note).terminal()
 
 
 def compare(folders: Sequence[Path]) -> list[Section]:
