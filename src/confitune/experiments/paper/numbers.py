@@ -1,14 +1,12 @@
 """What the paper reports of its own experiments (data file `numbers.json`)."""
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Searched:
+class Searched(NamedTuple):
     """One hyperparameter that the paper searched (appendix, table 2)."""
 
     method: str  # the paper's row

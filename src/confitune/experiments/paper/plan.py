@@ -73,10 +73,7 @@ def read_scope(
     whats: list[str] = []
     values: dict[str, Any] = {}
     for name in what:
-        if not name.endswith((".yaml", ".yml")):
-            whats.append(name)
-            continue
-        read = read_recipe(name)
+        read = read_recipe(name) if name.endswith((".yaml", ".yml")) else {"what": name}
         whats += _listed("what", read.pop("what", None))
         values |= {name: value for name, value in read.items() if not (quick and name in QUICK)}
     rows = values.pop("rows", {})

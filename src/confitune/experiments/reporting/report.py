@@ -125,11 +125,8 @@ def _section(section: Section) -> Iterator[str]:
         yield f'<img alt="overview" src="data:image/png;base64,{base64.b64encode(png_of(figure)).decode()}">'
     after = [f"after {task}" for task in range(1, int(section.rows[0].settings["tasks"]) + 1)]
     yield _tag("h3", "Average accuracy on the tasks learned so far (%)")
-    rows = []
-    for method, runs in methods.items():
-        curves = np.stack([average_accuracy_curve(run.matrix) for run in runs])
-        rows.append([method, *map(shown, curves.T)])
-    yield html_table(["method", *after], rows)
+    curves = {name: np.stack([average_accuracy_curve(run.matrix) for run in runs]) for name, runs in methods.items()}
+    yield html_table(["method", *after], [[name, *map(shown, seeds.T)] for name, seeds in curves.items()])
     yield _tag("h3", "Accuracy of each task after each task (%)")
     for method, runs in methods.items():
         by_task = np.stack([run.matrix for run in runs], axis=-1)  # [i, j, seed]

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -194,7 +194,7 @@ def sections_of(results: Iterable[RunResult]) -> list[Section]:
     return [section for dataset, rows in by_dataset.items() for section in _sections(dataset, rows)]
 
 
-def _sections(dataset: str, rows: Sequence[Row]) -> list[Section]:
+def _sections(dataset: str, rows: Sequence[Row]) -> Iterator[Section]:
     of_method = _grouped(rows, lambda row: row.method)
     varied = {method: [name for name in _differing(same) if "." not in name] for method, same in of_method.items()}
     apart = sorted(_SHARED.union(*varied.values()))
@@ -207,13 +207,11 @@ def _sections(dataset: str, rows: Sequence[Row]) -> list[Section]:
                 break
         else:
             found.append((where, [row]))
-    sections = []
     for where, members in found:
         told = sorted({name for row in members for name in varied[row.method]} - _IN_WORDS)
         words = [f"{name} {where[name]}" for name in told if where[name]]
         ordered = best_first(members)
-        sections.append(Section(dataset, _words(ordered, words), names_of(ordered, rows), ordered))
-    return sections
+        yield Section(dataset, _words(ordered, words), names_of(ordered, rows), ordered)
 
 
 def _words(rows: Sequence[Row], apart: Sequence[str] = ()) -> str:
@@ -272,10 +270,8 @@ def _compared(rows: Sequence[Row]) -> Section:
     differing = _differing(rows)
     rows = best_first(rows)
     varied = {name for same in _grouped(rows, lambda row: row.method).values() for name in _differing(same)}
-    settings = []
-    for row in rows:
-        told = [name for name in differing if name in varied and name in row.settings]
-        settings.append(", ".join(f"{name}={row.settings[name]}" for name in told))
+    told = [name for name in differing if name in varied]
+    settings = [", ".join(f"{name}={row.settings[name]}" for name in told if name in row.settings) for row in rows]
     unusual: dict[str, list[str]] = defaultdict(list)
     for name in (name for name in differing if name not in (*varied, "method")):
         of_method = {row.method: row.settings[name] for row in rows if name in row.settings}

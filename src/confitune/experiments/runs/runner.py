@@ -17,7 +17,7 @@ from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.reporting.report import write_pages
 from confitune.experiments.runs.identity import filled, finished_runs, shortened
-from confitune.experiments.runs.job import Job, TrainingError, Watch, groups_of, load, load_backbone, side_by_side
+from confitune.experiments.runs.job import Job, TrainingError, groups_of, load, load_backbone, side_by_side
 from confitune.experiments.runs.recipe import Recipe
 from confitune.files import require_writable
 
@@ -101,7 +101,7 @@ def run_recipe(
         place: where runs are done (`open_place`); default: here, one after the other, without output.
         resume: take finished runs as they are and go on with interrupted ones; without it, an `out` that holds any of
             them is refused, so nothing is overwritten.
-        how: more of `plan_recipe`.
+        how: `checkpoint_seconds`, `watch` and `note` of each `Job`.
     """
     place = place or Place()
     jobs = plan_recipe(recipe, out, place, resume=resume, **how)
@@ -113,21 +113,15 @@ def run_recipe(
     return outcome
 
 
-def plan_recipe(
-    recipe: Recipe,
-    out: Path,
-    place: Place,
-    *,
-    resume: bool = False,
-    checkpoint_seconds: float = 30.0,
-    watch: Watch | None = None,
-    note: str = "",
-) -> list[Job]:
-    """The runs of a recipe, in order; whatever is wrong with those that are left is refused before any work is done."""
+def plan_recipe(recipe: Recipe, out: Path, place: Place, *, resume: bool = False, **how: Any) -> list[Job]:
+    """The runs of a recipe, in order; whatever is wrong with those that are left is refused before any work is done.
+
+    `how` are the last fields of `Job`, which have defaults.
+    """
     recipe = place.settled(recipe)
     backbone = load_backbone(recipe)
     jobs = [
-        Job(recipe, out, method, seed, backbone.weights_sha256, engine.command_line(), checkpoint_seconds, watch, note)
+        Job(recipe, out, method, seed, backbone.weights_sha256, engine.command_line(), **how)
         for method in recipe.methods
         for seed in recipe.run_seeds
     ]
