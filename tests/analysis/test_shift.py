@@ -5,11 +5,11 @@ import copy
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from confitune.analysis import ShiftRecorder
-from confitune.analysis.moments import moments_at_test, paired_convs
-from confitune.analysis.shift import AFTER_FIRST_TASK
+from confitune.analysis.shift import AFTER_FIRST_TASK, moments_at_test, paired_convs
 from confitune.engine import Listener
 from confitune.errors import ConfituneError
 from confitune.methods import create_method
@@ -250,3 +250,23 @@ def test_the_20_convolutions_of_resnet18_in_network_order(sequence, settings, me
     assert set(found) == expected
     assert list(found)[:3] == ["conv1", "layer1.0.conv1", "layer1.0.conv2"]
     assert list(found)[-3:] == ["layer4.0.downsample.0", "layer4.1.conv1", "layer4.1.conv2"]
+
+
+@pytest.mark.parametrize("size", [1, 5, 64])
+def test_batches_split_or_not(make_run, sequence, settings, size):
+    net = make_run("confit").net
+    make_run("confit", net=net).run()
+    whole = moments_at_test(net, sequence[0], settings.model_copy(update={"eval_batch_size": len(sequence[0].test)}))
+    split = moments_at_test(net, sequence[0], settings.model_copy(update={"eval_batch_size": size}))
+    for name in "03":
+        np.testing.assert_allclose(split[name], whole[name], rtol=1e-5, atol=1e-6)
+
+
+def test_moments_wait_in_a_file_to_the_last_bit(make_run, sequence, settings, tmp_path):
+    net = make_run("confit").net
+    recorder = ShiftRecorder(net, sequence, settings, tmp_path)
+    make_run("confit", net=net, listeners=(recorder,)).run()
+    kept = moments_at_test(net, sequence[0], settings)
+    recorder.task_ended(0, [])
+    assert all(torch.equal(found, kept[name]) for name, found in load_file(tmp_path / AFTER_FIRST_TASK).items())
+    assert recorder.result()["d1"] == [0.0] * len(kept)
