@@ -53,5 +53,5 @@ def chosen_options(dataset: str) -> dict[str, dict[str, Any]]:
     {}
     """
     estimated = reported("estimated_with")
-    chosen = {entry.part: {entry.option: entry.chosen[dataset]} for entry in searched() if dataset in entry.chosen}
-    return {part: {**values, **estimated.get(part, {})} for part, values in chosen.items()}
+    rows = (row for row in searched() if dataset in row.chosen)
+    return {row.part: {row.option: row.chosen[dataset], **estimated.get(row.part, {})} for row in rows}

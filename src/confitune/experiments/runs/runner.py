@@ -53,15 +53,16 @@ class Place:
                 loaded = load(alike[0], bar)
             for group in groups_of(alike, self.parallel_seeds):
                 board = engine.progress_board(self.console) if len(group) > 1 and self.console.is_terminal else None
-                shown = [engine.LiveProgress(self.console, job.label, board) for job in group]
+                listeners = [engine.LiveProgress(self.console, job.label, board) for job in group]
                 try:
-                    with board or nullcontext(), ExitStack() as bars:
-                        for live in shown:
-                            bars.callback(live.close)
-                        done = side_by_side(group, *loaded, shown, wait=False)
+                    with board or nullcontext(), ExitStack() as afterwards:
+                        for listener in listeners:
+                            afterwards.callback(listener.close)
+                        done = side_by_side(group, *loaded, listeners, wait=False)
                     yield from zip(group, done, strict=True)
                 except TrainingError as error:
                     yield from ((job, error) for job in group)
+            del loaded  # or the device would hold the images of two recipes
 
 
 @contextmanager
