@@ -31,7 +31,8 @@ from confitune.settings import TrainSettings
 from confitune.tasks import TaskSequence, dataset_info
 
 
-def _add_picture(outcome: Outcome, scope: Scope, dataset: str, figure: Any) -> None:
+def add_picture(outcome: Outcome, scope: Scope, dataset: str, figure: Any) -> None:
+    """Write a dataset's picture beside the page, and show it there."""
     path = scope.out / f"{outcome.what}-{file_name(dataset)}.png"
     save_figure(figure, path)
     outcome.pictures.append(path.name)
@@ -42,7 +43,7 @@ def curves(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     for dataset, of_it in parts.items():
         found = matrices({part.method: part.results for part in of_it})
         if found:
-            _add_picture(outcome, scope, dataset, overview_figure(found, title=f"{dataset}, {of_it[0].recipe.model}"))
+            add_picture(outcome, scope, dataset, overview_figure(found, title=f"{dataset}, {of_it[0].recipe.model}"))
             means = {m: np.mean([average_accuracy_curve(run) for run in s], 0).tolist() for m, s in found.items()}
             outcome.data[dataset] = means
             head = ["method", *(f"task {i + 1}" for i in range(len(next(iter(means.values())))))]
@@ -65,7 +66,7 @@ def storage(outcome: Outcome, scope: Scope, parts: Parts) -> None:
         title = f"{dataset}: numbers kept between tasks"
         y = "numbers (logarithmic above 1,000)"
         figure = panels_figure({heading: kept}, title=title, x="tasks", y=y, scale="symlog")
-        _add_picture(outcome, scope, dataset, figure)
+        add_picture(outcome, scope, dataset, figure)
         outcome.data[dataset] = {"model": recipe.model, "kept": kept}
         for name in scope.chosen(("confit", "ccll")) if recipe.model.startswith("resnet18") else ():
             one = found[name].per_task
@@ -129,7 +130,7 @@ def shift(outcome: Outcome, scope: Scope, parts: Parts) -> None:
             x="convolution, from the input on",
             y="Euclidean norm over channels",
         )
-        _add_picture(outcome, scope, dataset, figure)
+        add_picture(outcome, scope, dataset, figure)
         head = ["convolution", *(title for m in forms for title in (f"{m}: D1", "D2 - D0"))]
         both = [values[m] for m in forms for values in (d1, added)]
         rows = [[layer, *(f"{values[i]:.3f}" for values in both)] for i, layer in enumerate(layers)]
