@@ -1,33 +1,16 @@
-"""Means at test time: in batches or not, and the files that they wait in."""
+"""Mean and variance in pieces against those of the whole."""
 
 import numpy as np
-import pytest
 import torch
-from safetensors.torch import load_file
 
-from confitune.analysis import ShiftRecorder
-from confitune.analysis.moments import moments_at_test
-from confitune.analysis.shift import AFTER_FIRST_TASK
-
-KINDS = ("true_mean", "used_mean")
+from confitune.analysis.moments import Moments
 
 
-@pytest.mark.parametrize("size", [1, 5, 64])
-def test_batches_split_or_not(make_run, sequence, settings, size):
-    net = make_run("confit").net
-    make_run("confit", net=net).run()
-    whole = moments_at_test(net, sequence[0], settings.model_copy(update={"eval_batch_size": len(sequence[0].test)}))
-    split = moments_at_test(net, sequence[0], settings.model_copy(update={"eval_batch_size": size}))
-    for name in "03":
-        for kind in KINDS:
-            np.testing.assert_allclose(getattr(split[name], kind), getattr(whole[name], kind), rtol=1e-5, atol=1e-6)
-
-
-def test_moments_wait_in_a_file_to_the_last_bit(make_run, sequence, settings, tmp_path):
-    net = make_run("confit").net
-    recorder = ShiftRecorder(net, sequence, settings, tmp_path)
-    make_run("confit", net=net, listeners=(recorder,)).run()
-    kept = {name: torch.stack(means) for name, means in moments_at_test(net, sequence[0], settings).items()}
-    recorder.task_ended(0, [])
-    assert all(torch.equal(found, kept[name]) for name, found in load_file(tmp_path / AFTER_FIRST_TASK).items())
-    assert recorder.result()["d1"] == [0.0] * len(kept)
+def test_moments_in_pieces():
+    chance = np.random.default_rng(0)
+    x = 1000 + chance.normal(size=(75, 3, 4, 5)) * [[[[0.01]], [[1.0]], [[100.0]]]]
+    moments = Moments()
+    for piece in torch.from_numpy(x).split([1, 40, 34]):
+        moments.add(piece)
+    np.testing.assert_allclose(moments.mean, x.mean((0, 2, 3)), rtol=1e-13)
+    np.testing.assert_allclose(moments.variance, x.var((0, 2, 3)), rtol=1e-10)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.analysis import transductive_accuracy
-from confitune.analysis.moments import Moments
 from confitune.engine import evaluate
 from confitune.nn import ContinualNet, Head
 
@@ -136,13 +135,3 @@ def test_the_network_is_as_it_was_to_the_bit(trained, sequence, settings, same_s
     before = state_of(net)
     transductive_accuracy(net, sequence, settings.model_copy(update={"eval_batch_size": size}))
     assert same_state(before, state_of(net))
-
-
-def test_moments_in_pieces():
-    chance = np.random.default_rng(0)
-    x = 1000 + chance.normal(size=(75, 3, 4, 5)) * [[[[0.01]], [[1.0]], [[100.0]]]]
-    moments = Moments()
-    for piece in torch.from_numpy(x).split([1, 40, 34]):
-        moments.add(piece)
-    np.testing.assert_allclose(moments.mean, x.mean((0, 2, 3)), rtol=1e-13)
-    np.testing.assert_allclose(moments.variance, x.var((0, 2, 3)), rtol=1e-10)

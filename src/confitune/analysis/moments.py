@@ -1,27 +1,7 @@
-"""Means of every convolution's output that a batch norm follows: the true ones, and those that batch norm uses.
-
-True moments are those of a task's whole TEST set, measured in evaluation mode with the task's state, so a layer's input
-is what the layers before it, normalised as at test time, really give it:
-
-    mean[c] = 1 / (N H W) * sum of x[n, c, h, w],   variance[c] = 1 / (N H W) * sum of (x[n, c, h, w] - mean[c])^2
-
-Used ones are recovered through today's weights, stored or shared, as the network's kind has it.
-"""
-
-import copy
-from functools import partial
-from typing import NamedTuple
+"""Mean and variance of a tensor that comes in pieces."""
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-
-from confitune.engine import TrainSettings
-from confitune.engine.feed import batches
-from confitune.errors import ConfituneError
-from confitune.methods.ccll import Calibrations
-from confitune.nn import ContinualNet, XconvNorms, trace_flow
-from confitune.tasks import Task
+from torch import Tensor
 
 _SLICE = 32  # images turned into float64 at a time
 
@@ -62,56 +42,3 @@ class Moments:
             self._squares = self._squares + variance * count + apart.square() * (self.count * count / total)
             self.mean = self.mean + apart * (count / total)
             self.count = total
-
-
-class LayerMoments(NamedTuple):
-    """Of one convolution's output on one task's test set; float64 [C] on the CPU."""
-
-    true_mean: Tensor
-    used_mean: Tensor
-
-
-def paired_convs(net: ContinualNet, example_input: Tensor | None = None) -> dict[str, str]:
-    """Convolution -> the batch norm that reads its output, both by their names in the backbone."""
-    if Calibrations.name in net.parts:
-        raise ConfituneError(
-            "a calibrated network (CCLL) normalises what its calibrations make of a convolution's output, so the "
-            "output's moments have no running ones to be compared with; its convolutions never move anyway"
-        )
-    for part in net.parts.values():
-        if isinstance(part, XconvNorms):
-            return {conv: norm for norm, conv in part.pairs.items()}
-    flow = trace_flow(net.backbone, example_input)
-    layers = net.backbone.named_modules()
-    norms = [name for name, m in layers if isinstance(m, _BatchNorm) and m.track_running_stats]
-    return {call.module: norm for norm in norms if (call := flow.conv_before(norm)[0]) is not None}
-
-
-@torch.no_grad()
-def moments_at_test(net: ContinualNet, task: Task, settings: TrainSettings) -> dict[str, LayerMoments]:
-    """True and used means of every paired convolution's output on the task's test set, in network order.
-
-    The network, its slot included, stays as it is: a copy is measured. Convolutions are done in full float32 whatever
-    the settings say, since rounded weights would put a gap between the recovered and the true mean that is none of the
-    method's.
-    """
-    twin = copy.deepcopy(net).eval()
-    twin.prepare(task.name)
-    device = next(twin.parameters()).device
-    two, _ = task.test.batch(torch.arange(len(task.test))[[0, -1]])
-    pairs = paired_convs(twin, task.preprocess(two))
-    true: dict[str, Moments] = {}
-
-    def add(conv: str, module: nn.Module, args: object, output: Tensor) -> None:
-        true.setdefault(conv, Moments()).add(output)
-
-    for conv in pairs:
-        twin.backbone.get_submodule(conv).register_forward_hook(partial(add, conv))
-    cudnn = {"enabled": torch.backends.cudnn.enabled, "deterministic": torch.backends.cudnn.deterministic}
-    with torch.backends.cudnn.flags(**cudnn, allow_tf32=False), torch.autocast(device.type, enabled=False):
-        for pixels, _ in batches(task.test, settings.eval_batch_size, device):
-            twin(task.inputs(pixels))
-    if not true:
-        raise ConfituneError(f"no batch norm of {type(net.backbone).__name__} follows a convolution: nothing to watch")
-    used = {conv: twin.backbone.get_submodule(norm).get_buffer("running_mean") for conv, norm in pairs.items()}
-    return {conv: LayerMoments(moments.mean.cpu(), used[conv].double().cpu()) for conv, moments in true.items()}

@@ -5,7 +5,7 @@ hold between tasks. Heads are not counted: every method has them.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,8 +13,7 @@ from confitune.methods import Method
 from confitune.nn import ContinualNet
 
 
-@dataclass(frozen=True)
-class Storage:
+class Storage(NamedTuple):
     """What one method keeps of tasks, in numbers."""
 
     per_task: int

@@ -168,12 +168,10 @@ def check_proposition2(seed: int = 0, instances: int = 60) -> dict[str, Any]:
     ||B - U B_*||, the left side (error) and the right side (bound, 0 where it is negative and says nothing), square
     roots of worst-case losses, and the mean of bound / error (tightness; 1 would be tight).
     """
-    levels, worst = [], -np.inf
-    for angle in _ANGLES:
-        # The same draws at every angle: levels then differ by the features alone.
-        level, violation = _level(np.random.default_rng(seed), instances, angle)
-        levels.append(level)
-        worst = max(worst, violation)
+    # The same draws at every angle: levels then differ by the features alone.
+    found = [_level(np.random.default_rng(seed), instances, angle) for angle in _ANGLES]
+    levels = [level for level, _ in found]
+    worst = max(violation for _, violation in found)
     return {
         "holds": worst <= 1e-9,
         "worst_violation": worst,
@@ -228,8 +226,7 @@ def check_proposition3(seed: int = 0, instances: int = 20, tasks: int = 5) -> di
     """
     probing_first, worst = _learn(seed, instances, tasks, probe=True)
     plain, _ = _learn(seed, instances, tasks, probe=False)
-    found = {"holds": worst <= 1e-10, "worst_violation": worst}
-    return {**found, "probing_first": probing_first, "plain": plain}
+    return {"holds": worst <= 1e-10, "worst_violation": worst, "probing_first": probing_first, "plain": plain}
 
 
 def _learn(seed: int, instances: int, tasks: int, probe: bool) -> tuple[list[float], float]:

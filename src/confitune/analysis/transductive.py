@@ -15,7 +15,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,8 +27,6 @@ from confitune.engine.feed import batches
 from confitune.engine.step import count_right
 from confitune.nn import ContinualNet
 from confitune.tasks import Task
-
-Source = Literal["running", "true"]
 
 
 @torch.no_grad()
@@ -43,9 +41,8 @@ def transductive_accuracy(net: ContinualNet, tasks: Sequence[Task], settings: Tr
         `tasks`: their names; `accuracies`: for each combination its `mean` and `variance` ('running' or 'true'), `acc`
         (the average over tasks, in percent) and `per_task`.
     """
-    sources: tuple[Source, Source] = ("running", "true")
     accuracies = []
-    for mean, variance in product(sources, sources):
+    for mean, variance in product(("running", "true"), repeat=2):
         per_task = [_accuracy(net, task, settings, mean, variance) for task in tasks]
         acc = sum(per_task) / len(per_task)
         accuracies.append({"mean": mean, "variance": variance, "acc": acc, "per_task": per_task})
@@ -56,7 +53,7 @@ class _FarEnough(Exception):
     """The layers beyond have nothing to do in this sweep."""
 
 
-def _accuracy(net: ContinualNet, task: Task, settings: TrainSettings, mean: Source, variance: Source) -> float:
+def _accuracy(net: ContinualNet, task: Task, settings: TrainSettings, mean: str, variance: str) -> float:
     """Sweeps over the test set, each of which finds one more layer's moments, until none is left to be found.
 
     The chosen moments are put into every batch norm just before it normalises. Layers are told apart by the order of

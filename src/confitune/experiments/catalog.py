@@ -2,8 +2,7 @@
 
 import fnmatch
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from rich.console import Group
 from rich.table import Table
@@ -23,8 +22,7 @@ CLASSES = 10  # of a task, for the size of its head
 MOST = 12  # networks in a table; each is converted for it
 
 
-@dataclass(frozen=True)
-class OptionReport:
+class OptionReport(NamedTuple):
     """An option of a part of a method."""
 
     name: str  # part.option

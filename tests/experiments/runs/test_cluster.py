@@ -214,10 +214,9 @@ def test_what_is_measured_on_the_way_is_measured_on_workers(on_cluster, values, 
 def test_runs_that_are_not_done_are_stopped(on_cluster, watches, values, tmp_path):
     recipe = make_recipe({**values, "methods": ["linear-probe"]})
     with on_cluster() as there:
-        plan = plan_recipe(recipe, tmp_path, there, checkpoint_seconds=0, watch=watches.wait_in_second_task)
-        there.begin(plan.left)
+        (job,) = plan_recipe(recipe, tmp_path, there, checkpoint_seconds=0, watch=watches.wait_in_second_task)
+        there.begin([job])
         wait_until((tmp_path / "paused").exists)
-    (job,) = plan.jobs
     with exclusive(job.folder / LOCK, lambda: None):  # comes back when the worker is gone
         assert not finished_runs(tmp_path)
     assert not list(tmp_path.glob(".shared-*"))
@@ -229,7 +228,7 @@ def test_runs_that_are_not_done_are_stopped(on_cluster, watches, values, tmp_pat
 def test_a_share_that_no_node_has_is_said(on_cluster, values, tmp_path):
     console = said()
     with on_cluster(console, cpus=7) as there:
-        there.begin(plan_recipe(make_recipe(values), tmp_path, there).left)
+        there.begin(plan_recipe(make_recipe(values), tmp_path, there))
     assert lines(console) == ["note: no node of the cluster has 7 CPUs: runs wait until one joins"]
 
 
@@ -325,9 +324,9 @@ def test_device_and_precision_are_the_clusters(node, given, settled):
 
 @pytest.fixture
 def errand(values, tmp_path):
-    plan = plan_recipe(make_recipe({**values, "methods": ["linear-probe"], "tasks": 1}), tmp_path, Place())
+    jobs = plan_recipe(make_recipe({**values, "methods": ["linear-probe"], "tasks": 1}), tmp_path, Place())
     (tmp_path / "token").touch()
-    return Errand(tuple(plan.jobs), 1, Path.cwd(), tmp_path / "token", most_tries=3)
+    return Errand(tuple(jobs), 1, Path.cwd(), tmp_path / "token", most_tries=3)
 
 
 def changed(errand, **changes):

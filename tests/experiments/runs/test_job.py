@@ -88,7 +88,7 @@ def test_an_error_in_one_seed_stops_those_beside_it(values, tmp_path, monkeypatc
 def test_a_folder_that_another_process_works_in_is_refused(values, tmp_path):
     out = tmp_path / "out"
     recipe = make_recipe({**values, "methods": ["linear-probe"], "tasks": 1})
-    folder = plan_recipe(recipe, out, Place()).jobs[0].folder
+    folder = plan_recipe(recipe, out, Place())[0].folder
     with (
         exclusive(folder / ".lock", lambda: pytest.fail("it is free")),
         pytest.raises(ConfituneError, match="another process is working in"),
@@ -100,7 +100,7 @@ def test_a_folder_that_another_process_works_in_is_refused(values, tmp_path):
 
 def test_what_a_killed_process_left_half_written_is_gone_after_a_resume(values, tmp_path):
     recipe = make_recipe({**values, "methods": ["linear-probe"], "tasks": 1})
-    folder = plan_recipe(recipe, tmp_path, Place()).jobs[0].folder
+    folder = plan_recipe(recipe, tmp_path, Place())[0].folder
     folder.mkdir(parents=True)
     (folder / f"checkpoint.{'0' * 32}.partial").write_bytes(b"half")
     run_recipe(recipe, tmp_path, resume=True)

@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from confitune.engine import SequenceRun
 from confitune.errors import ConfituneError
+from confitune.experiments.paper.figures import add_picture
+from confitune.experiments.paper.outcome import Outcome
 from confitune.experiments.paper.plan import Scope
 from confitune.experiments.reporting.report import write_report
 from confitune.experiments.reporting.table import compare
@@ -114,4 +117,6 @@ def test_reproduce_takes_parts(tmp_path):
     scope = Scope(tmp_path)
     assert scope.recipe("flowers102:1-2+caltech101", "confit").pipeline == "published"
     assert scope.recipe("flowers102:1-2+digits", "confit").pipeline == "clean"
-    assert scope.picture("curves", "photos:1+folder:/a b") == tmp_path / "curves-photos-1+folder-a-b.png"
+    outcome = Outcome("curves", "Curves")
+    add_picture(outcome, scope, "photos:1+folder:/a b", Figure())
+    assert outcome.pictures == [path.name for path in tmp_path.iterdir()] == ["curves-photos-1+folder-a-b.png"]

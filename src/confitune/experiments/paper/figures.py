@@ -22,12 +22,20 @@ from confitune.engine import Listener
 from confitune.experiments.paper.numbers import reported
 from confitune.experiments.paper.outcome import Outcome
 from confitune.experiments.paper.plan import TABLE1, Part, Parts, Scope
-from confitune.experiments.reporting.figures import draw_panels, matrices, overview_figure, save_figure
+from confitune.experiments.reporting.figures import matrices, overview_figure, panels_figure, save_figure
 from confitune.experiments.reporting.table import shown
+from confitune.experiments.runs.identity import file_name
 from confitune.metrics import average_accuracy_curve
 from confitune.nn import ContinualNet, without_memory
 from confitune.settings import TrainSettings
 from confitune.tasks import TaskSequence, dataset_info
+
+
+def add_picture(outcome: Outcome, scope: Scope, dataset: str, figure: Any) -> None:
+    """Write a dataset's picture beside the page, and show it there."""
+    path = scope.out / f"{outcome.what}-{file_name(dataset)}.png"
+    save_figure(figure, path)
+    outcome.pictures.append(path.name)
 
 
 def curves(outcome: Outcome, scope: Scope, parts: Parts) -> None:
@@ -35,9 +43,7 @@ def curves(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     for dataset, of_it in parts.items():
         found = matrices({part.method: part.results for part in of_it})
         if found:
-            path = scope.picture("curves", dataset)
-            save_figure(overview_figure(found, title=f"{dataset}, {of_it[0].recipe.model}"), path)
-            outcome.pictures.append(path.name)
+            add_picture(outcome, scope, dataset, overview_figure(found, title=f"{dataset}, {of_it[0].recipe.model}"))
             means = {m: np.mean([average_accuracy_curve(run) for run in s], 0).tolist() for m, s in found.items()}
             outcome.data[dataset] = means
             head = ["method", *(f"task {i + 1}" for i in range(len(next(iter(means.values())))))]
@@ -57,12 +63,10 @@ def storage(outcome: Outcome, scope: Scope, parts: Parts) -> None:
         head = ["method", "a task", "once", f"kept after {tasks[-1]} tasks"]
         rows = [[m, *(f"{n:,}" for n in (s.per_task, s.once, s.kept(tasks[-1])))] for m, s in found.items()]
         outcome.table(f"{dataset}: {heading}", head, rows)
-        path = scope.picture("storage", dataset)
         title = f"{dataset}: numbers kept between tasks"
         y = "numbers (logarithmic above 1,000)"
-        lines = {name: (tasks, numbers) for name, numbers in kept.items()}
-        draw_panels({heading: lines}, path, title=title, x="tasks", y=y, scale="symlog")
-        outcome.pictures.append(path.name)
+        figure = panels_figure({heading: kept}, title=title, x="tasks", y=y, scale="symlog")
+        add_picture(outcome, scope, dataset, figure)
         outcome.data[dataset] = {"model": recipe.model, "kept": kept}
         for name in scope.chosen(("confit", "ccll")) if recipe.model.startswith("resnet18") else ():
             one = found[name].per_task
@@ -120,19 +124,13 @@ def shift(outcome: Outcome, scope: Scope, parts: Parts) -> None:
         layers = results[next(iter(forms))][0]["layers"]
         d1 = {m: np.mean([r["d1"] for r in results[m]], 0) for m in forms}
         added = {m: np.mean([np.subtract(r["d2"], r["d0"]) for r in results[m]], 0) for m in forms}
-        across = range(1, len(layers) + 1)
-        path = scope.picture("shift", dataset)
-        draw_panels(
-            {
-                "D1: how far representations moved": {m: (across, values) for m, values in d1.items()},
-                "D2 - D0: what was added": {m: (across, values) for m, values in added.items()},
-            },
-            path,
+        figure = panels_figure(
+            {"D1: how far representations moved": d1, "D2 - D0: what was added": added},
             title=f"{dataset}: the first task's representation after the last task",
             x="convolution, from the input on",
             y="Euclidean norm over channels",
         )
-        outcome.pictures.append(path.name)
+        add_picture(outcome, scope, dataset, figure)
         head = ["convolution", *(title for m in forms for title in (f"{m}: D1", "D2 - D0"))]
         both = [values[m] for m in forms for values in (d1, added)]
         rows = [[layer, *(f"{values[i]:.3f}" for values in both)] for i, layer in enumerate(layers)]

@@ -1,14 +1,12 @@
 """What the paper reports of its own experiments (data file `numbers.json`)."""
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Searched:
+class Searched(NamedTuple):
     """One hyperparameter that the paper searched (appendix, table 2)."""
 
     method: str  # the paper's row
@@ -55,5 +53,5 @@ def chosen_options(dataset: str) -> dict[str, dict[str, Any]]:
     {}
     """
     estimated = reported("estimated_with")
-    chosen = {entry.part: {entry.option: entry.chosen[dataset]} for entry in searched() if dataset in entry.chosen}
-    return {part: {**values, **estimated.get(part, {})} for part, values in chosen.items()}
+    rows = (row for row in searched() if dataset in row.chosen)
+    return {row.part: {row.option: row.chosen[dataset], **estimated.get(row.part, {})} for row in rows}

@@ -83,7 +83,6 @@ class Claim:
 
 
 _CELLS = ("dataset", "method", "", "measured", "seeds", "paper", "difference", "verdict", "all means recovered")
-_CLAIMS = ("the paper says", "measured", "verdict")
 _HOLDS = {True: "holds", False: "does not hold", None: "not judged"}
 
 
@@ -117,7 +116,8 @@ class Outcome:
         parts += [f"![{self.title}]({picture})" for picture in self.pictures]
         if self.claims:
             rows = [[claim.text, claim.measured, _HOLDS[claim.holds]] for claim in self.claims]
-            parts.append("## What the paper says of it\n\n" + markdown_table(_CLAIMS, rows))
+            head = ("the paper says", "measured", "verdict")
+            parts.append("## What the paper says of it\n\n" + markdown_table(head, rows))
         parts += [f"Note: {note}" for note in self.notes]
         return "\n\n".join(parts) + "\n"
 

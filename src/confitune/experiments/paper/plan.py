@@ -10,7 +10,7 @@ from typing import Any
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.paper.numbers import reported
-from confitune.experiments.runs.identity import file_name, run_key
+from confitune.experiments.runs.identity import run_key
 from confitune.experiments.runs.recipe import Recipe, make_recipe, merge_settings, read_recipe
 from confitune.experiments.runs.runner import Place
 from confitune.tasks import dataset_info
@@ -53,10 +53,6 @@ class Scope:
         """Those of `methods` that are asked for."""
         return tuple(m for m in methods if self.methods is None or m in self.methods)
 
-    def picture(self, what: str, dataset: str) -> Path:
-        """The file of a dataset's picture."""
-        return self.out / f"{what}-{file_name(dataset)}.png"
-
 
 def read_scope(
     what: Sequence[str],
@@ -77,10 +73,7 @@ def read_scope(
     whats: list[str] = []
     values: dict[str, Any] = {}
     for name in what:
-        if not name.endswith((".yaml", ".yml")):
-            whats.append(name)
-            continue
-        read = read_recipe(name)
+        read = read_recipe(name) if name.endswith((".yaml", ".yml")) else {"what": name}
         whats += _listed("what", read.pop("what", None))
         values |= {name: value for name, value in read.items() if not (quick and name in QUICK)}
     rows = values.pop("rows", {})

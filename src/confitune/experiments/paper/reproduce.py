@@ -84,11 +84,8 @@ def reproduce(whats: Sequence[str], scope: Scope) -> list[Outcome]:
     for what, parts in wanted.items():
         scope.place.say(f"writing {what}", "bold")
         title, write, needs = WHATS[what]
-        outcome, done = Outcome(what, title), {dataset: list[Part]() for dataset in scope.datasets}
-        for part in parts:
-            if (found := part.found(results)).results:
-                done[part.recipe.dataset].append(found)
-        write(outcome, scope, done)
+        outcome, done = Outcome(what, title), [found for part in parts if (found := part.found(results)).results]
+        write(outcome, scope, {name: [part for part in done if part.recipe.dataset == name] for name in scope.datasets})
         if needs and not scope.judges:
             outcome.claims = [Claim(claim.text, claim.measured, None) for claim in outcome.claims]
             outcome.notes.append("one run of each method is too little to judge what the paper says")

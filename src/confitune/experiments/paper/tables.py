@@ -116,18 +116,16 @@ def order_of(acc: Mapping[str, float], paper: Mapping[str, float]) -> tuple[str,
 def controls(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     """Beyond the paper: other means and statistics, convolutions that never move, no recovery, all data at once."""
     for dataset, of_it in parts.items():
-        cases = []
-        for part in of_it:
-            acc = [run.acc for run in part.results]
-            cases.append(
-                {
-                    "case": f"{part.method}, {part.form}" if part.method == "confit" else part.method,
-                    "acc": mean_and_interval(acc).mean,
-                    "acc_shown": shown(acc, 2),
-                    "fgt_shown": shown([run.fgt for run in part.results], 2),
-                    "seeds": len(part.results),
-                }
-            )
+        cases = [
+            {
+                "case": f"{part.method}, {part.form}" if part.method == "confit" else part.method,
+                "acc": mean_and_interval([run.acc for run in part.results]).mean,
+                "acc_shown": shown([run.acc for run in part.results], 2),
+                "fgt_shown": shown([run.fgt for run in part.results], 2),
+                "seeds": len(part.results),
+            }
+            for part in of_it
+        ]
         cases.sort(key=lambda case: (case["acc"], case["case"]), reverse=True)
         outcome.data[dataset] = cases
         rows = [[str(case[key]) for key in ("case", "acc_shown", "fgt_shown", "seeds")] for case in cases]

@@ -34,7 +34,6 @@ NAMED = tuple(dict.fromkeys(["confit", "finetune", "best", "mas-cpr", "mas-afec"
 SMALL: dict[str, Any] = {"x": 0.02, "ha": "left", "color": INK, "fontsize": 9}
 
 Array = NDArray[np.floating]
-Lines = Mapping[str, tuple[Sequence[float], Sequence[float] | Array]]  # name -> x and y
 
 
 def looks(names: Collection[str]) -> dict[str, dict[str, Any]]:
@@ -121,20 +120,23 @@ def _learned_and_left(axes: Axes, method: str, seeds: Array, colour: str) -> flo
     return float(np.nanmin([learned, left]))
 
 
-def draw_panels(panels: Mapping[str, Lines], path: Path, *, title: str, x: str, y: str, scale: str = "linear") -> None:
-    """Line plots by their headings side by side, one legend; the scale 'symlog' is logarithmic with a place for 0."""
+def panels_figure(
+    panels: Mapping[str, Mapping[str, Sequence[float] | Array]], *, title: str, x: str, y: str, scale: str = "linear"
+) -> Figure:
+    """Line plots by their headings side by side, over 1, 2, ...; 'symlog' is a logarithmic scale with a place for 0."""
     figure = _figure(max(4.6 * len(panels), 5.2), 3.9, title)
     for axes, (name, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for line, look in looks(lines).items():
-            axes.plot(*lines[line], label=line, linewidth=1.4, marker="o", markersize=3.5, **look)
+            across = range(1, len(lines[line]) + 1)
+            axes.plot(across, lines[line], label=line, linewidth=1.4, marker="o", markersize=3.5, **look)
         axes.set_title(name, loc="left", color=INK, fontsize=9)
         axes.set_xlabel(x, color=MUTED, fontsize=8)
         axes.set_ylabel(y, color=MUTED, fontsize=8)
         axes.set_yscale(scale, **({"linthresh": 1000} if scale == "symlog" else {}))
-        _plain_axes(axes, max(len(across) for across, _ in lines.values()))
+        _plain_axes(axes, max(map(len, lines.values())))
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    save_figure(figure, path)
+    return figure
 
 
 def _spread(positions: Sequence[float], gap: float, highest: float) -> list[float]:

@@ -20,14 +20,7 @@ import numpy as np
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.reporting.figures import matrices, overview_figure, png_of, save_figure
-from confitune.experiments.reporting.table import (
-    COLUMNS,
-    Section,
-    html_table,
-    scenario_words,
-    sections_of,
-    shown,
-)
+from confitune.experiments.reporting.table import COLUMNS, Section, html_table, scenario_words, sections_of, shown
 from confitune.experiments.runs.identity import RUNS, WORK, file_name, filled, finished_runs
 from confitune.files import write_whole
 from confitune.metrics import average_accuracy_curve
@@ -78,8 +71,7 @@ def draw_overview(out: Path, result: RunResult) -> Path | None:
     """A picture of the table that a finished run stands in; none where no method learned task after task."""
     sections = sections_of(finished_runs(out).values())
     section = next(section for section in sections if any(result in row.runs for row in section.rows))
-    figure = _overview(section)
-    if figure is None:
+    if (figure := _overview(section)) is None:
         return None
     path = out / f"overview-{file_name(section.dataset)}.png"
     save_figure(figure, path)
@@ -133,11 +125,8 @@ def _section(section: Section) -> Iterator[str]:
         yield f'<img alt="overview" src="data:image/png;base64,{base64.b64encode(png_of(figure)).decode()}">'
     after = [f"after {task}" for task in range(1, int(section.rows[0].settings["tasks"]) + 1)]
     yield _tag("h3", "Average accuracy on the tasks learned so far (%)")
-    rows = []
-    for method, runs in methods.items():
-        curves = np.stack([average_accuracy_curve(run.matrix) for run in runs])
-        rows.append([method, *map(shown, curves.T)])
-    yield html_table(["method", *after], rows)
+    curves = {name: np.stack([average_accuracy_curve(run.matrix) for run in runs]) for name, runs in methods.items()}
+    yield html_table(["method", *after], [[name, *map(shown, seeds.T)] for name, seeds in curves.items()])
     yield _tag("h3", "Accuracy of each task after each task (%)")
     for method, runs in methods.items():
         by_task = np.stack([run.matrix for run in runs], axis=-1)  # [i, j, seed]

@@ -8,8 +8,8 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -97,14 +97,10 @@ def numbers_per_task(runs: Sequence[RunResult]) -> int:
 class Row:
     """Runs that differ only in their seed."""
 
+    method: str
     settings: Mapping[str, str]  # the method, its options as part.option, and all settings; None is left out
     config: Mapping[str, Any]  # of its first run, with all defaults
     runs: list[RunResult] = field(default_factory=list)
-
-    @property
-    def method(self) -> str:
-        """The method's name."""
-        return self.settings["method"]
 
 
 @dataclass(frozen=True)
@@ -145,7 +141,7 @@ def rows_of(results: Iterable[RunResult]) -> list[Row]:
         measured = {"tasks": str(len(result.accuracy_matrix)), "weights": result.weights_sha256[:8]}
         settings = {"method": result.method, **flat, **measured}
         key = json.dumps([result.dataset, settings], sort_keys=True)
-        found.setdefault(key, Row(settings, config)).runs.append(result)
+        found.setdefault(key, Row(result.method, settings, config)).runs.append(result)
     for row in found.values():
         row.runs.sort(key=lambda result: result.seed)
     return list(found.values())
@@ -192,18 +188,13 @@ def names_of(rows: Sequence[Row], among: Sequence[Row] = ()) -> list[str]:
     return names
 
 
-def section_of(rows: Sequence[Row]) -> Section:
-    """Rows of one recipe, in the order given."""
-    return Section(rows[0].runs[0].dataset, _words(rows), names_of(rows), list(rows))
-
-
 def sections_of(results: Iterable[RunResult]) -> list[Section]:
     """All results, each dataset's sections in the order in which they first appear."""
     by_dataset = _grouped(rows_of(results), lambda row: row.runs[0].dataset)
     return [section for dataset, rows in by_dataset.items() for section in _sections(dataset, rows)]
 
 
-def _sections(dataset: str, rows: Sequence[Row]) -> list[Section]:
+def _sections(dataset: str, rows: Sequence[Row]) -> Iterator[Section]:
     of_method = _grouped(rows, lambda row: row.method)
     varied = {method: [name for name in _differing(same) if "." not in name] for method, same in of_method.items()}
     apart = sorted(_SHARED.union(*varied.values()))
@@ -216,13 +207,11 @@ def _sections(dataset: str, rows: Sequence[Row]) -> list[Section]:
                 break
         else:
             found.append((where, [row]))
-    sections = []
     for where, members in found:
         told = sorted({name for row in members for name in varied[row.method]} - _IN_WORDS)
         words = [f"{name} {where[name]}" for name in told if where[name]]
         ordered = best_first(members)
-        sections.append(Section(dataset, _words(ordered, words), names_of(ordered, rows), ordered))
-    return sections
+        yield Section(dataset, _words(ordered, words), names_of(ordered, rows), ordered)
 
 
 def _words(rows: Sequence[Row], apart: Sequence[str] = ()) -> str:
@@ -258,8 +247,9 @@ def summary_table(results: Sequence[RunResult]) -> Table:
         "ACC: accuracy over all tasks at the end. FGT: what earlier tasks lost since their best. In percent. "
         "Numbers a task: what it adds to what is stored, its head included."
     )
-    section = section_of(best_first(rows_of(results)))
-    return replace(section, columns=[*USUAL, "seconds"], note=note).terminal()
+    rows = best_first(rows_of(results))
+    columns = (*USUAL, "seconds")
+    return Section(results[0].dataset, _words(rows), names_of(rows), rows, columns, note=note).terminal()
 
 
 def compare(folders: Sequence[Path]) -> list[Section]:
@@ -280,10 +270,8 @@ def _compared(rows: Sequence[Row]) -> Section:
     differing = _differing(rows)
     rows = best_first(rows)
     varied = {name for same in _grouped(rows, lambda row: row.method).values() for name in _differing(same)}
-    settings = []
-    for row in rows:
-        told = [name for name in differing if name in varied and name in row.settings]
-        settings.append(", ".join(f"{name}={row.settings[name]}" for name in told))
+    told = [name for name in differing if name in varied]
+    settings = [", ".join(f"{name}={row.settings[name]}" for name in told if name in row.settings) for row in rows]
     unusual: dict[str, list[str]] = defaultdict(list)
     for name in (name for name in differing if name not in (*varied, "method")):
         of_method = {row.method: row.settings[name] for row in rows if name in row.settings}

@@ -155,8 +155,7 @@ class RayPlace(Place):
 
     def _outcomes_of(self, task: Any, errand: Errand) -> list[RunResult | ConfituneError]:
         try:
-            found: list[RunResult | ConfituneError] = self._ray.get(task)
-            return found
+            return list(self._ray.get(task))
         except self._ray.exceptions.RayTaskError as error:  # nothing that a run raises on purpose
             told = f"failed on the cluster (every node needs confitune and what it imports):\n{error}"
         except self._ray.exceptions.RayError as error:
@@ -194,7 +193,7 @@ def work(errand: Errand) -> list[RunResult | ConfituneError]:
         torch.set_num_threads(errand.threads)
         loaded = load(errand.jobs[0])
         # Where an earlier try of a run is still alive, it is waited for.
-        return [*side_by_side(errand.jobs, *loaded, lambda job: nullcontext(Listener()), wait=True)]
+        return [*side_by_side(errand.jobs, *loaded, [Listener()] * len(errand.jobs), wait=True)]
     except TrainingError as error:
         told: ConfituneError = error
     except torch.OutOfMemoryError as error:

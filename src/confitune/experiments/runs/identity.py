@@ -24,8 +24,6 @@ from confitune.settings import DataSettings, NetworkSettings, TrainSettings
 RUNS, WORK = "runs.jsonl", "runs"  # in an experiment's folder: a line for each finished run, folders of runs
 _LONGEST = 200  # bytes of a name; file systems take 255, and pictures say more than the dataset
 
-VERSION = 2
-Options = Mapping[str, Mapping[str, Any]]  # by part of the method
 Value = float | bool | str  # of an option
 _NONE = object()
 
@@ -43,15 +41,13 @@ DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def shortened(config: Mapping[str, Any], usual: Options | None = None) -> dict[str, Any]:
+def shortened(config: Mapping[str, Any]) -> dict[str, Any]:
     """A run's configuration in version 2; one of version 1 becomes what version 2 would have written.
-
-    The usual options, by part, are by default those of the method that the configuration names.
 
     >>> shortened({"method": "ewc", "lr": 0.01, "tasks": 3, "options": {"ewc": {"strength": 7.0, "mode": "eval"}}})
     {'version': 2, 'method': 'ewc', 'tasks': 3, 'options': {'ewc': {'strength': 7.0}}}
     """
-    usual = option_defaults(config.get("method")) if usual is None else usual
+    usual = option_defaults(config.get("method"))
     options = {
         part: {name: value for name, value in values.items() if value != usual.get(part, {}).get(name, _NONE)}
         for part, values in (config.get("options") or {}).items()
@@ -59,7 +55,7 @@ def shortened(config: Mapping[str, Any], usual: Options | None = None) -> dict[s
     options = {part: values for part, values in options.items() if values}
     apart = {"version", "options"}
     said = {name: value for name, value in config.items() if name not in apart and value != DEFAULTS.get(name, _NONE)}
-    return {"version": VERSION, **said, **({"options": options} if options else {})}
+    return {"version": 2, **said, **({"options": options} if options else {})}
 
 
 def filled(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,30 +111,17 @@ def options_of(method: Method) -> dict[str, type[BaseModel]]:
     return {type(hook).name: hook.Options for hook in method.hooks if set(hook.Options.model_fields) - {*XCONV}}
 
 
-def options_set(method: Method) -> dict[str, dict[str, Any]]:
-    """The values of a method's options, by part, as JSON takes them; without Xconv BN's."""
-    return {
-        type(hook).name: hook.options.model_dump(mode="json", exclude={*XCONV})
-        for hook in method.hooks
-        if type(hook).name in options_of(method)
-    }
-
-
-def defaults_of(method: Method) -> dict[str, dict[str, Any]]:
-    """Defaults of a method's options, by part, as JSON takes them."""
-    return {part: options().model_dump(mode="json") for part, options in options_of(method).items()}
-
-
 @cache
-def option_defaults(name: Any) -> Options:
-    """The same of a method by its name; none for a method that is not here any more.
+def option_defaults(name: Any) -> dict[str, dict[str, Any]]:
+    """Defaults of a method's options, by part, as JSON takes them; none for a method that is not here any more.
 
     Results of other people name methods, too: a file or module that a name refers to is not executed for them.
     """
     try:
-        return defaults_of(create_method(name)) if isinstance(name, str) and ":" not in name else {}
+        models = options_of(create_method(name)) if isinstance(name, str) and ":" not in name else {}
     except ConfituneError:
         return {}
+    return {part: options().model_dump(mode="json") for part, options in models.items()}
 
 
 def value_text(value: Value) -> str:

@@ -6,7 +6,6 @@ device.
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -134,20 +133,17 @@ def _require_taken(backbone: Backbone, sequence: TaskSequence) -> None:
             ) from error
 
 
-Show = Callable[[Job], AbstractContextManager[Listener]]  # within, the listener shows the progress of a run
-
-
 def side_by_side(
-    group: Sequence[Job], backbone: Backbone, sequence: TaskSequence, show: Show, wait: bool
+    group: Sequence[Job], backbone: Backbone, sequence: TaskSequence, listeners: Sequence[Listener], wait: bool
 ) -> list[RunResult]:
     """Results of runs of one method, which share the device; each is written as soon as it is there.
 
-    Where another process works in a run's folder, it is waited for, or the run is refused.
+    Each run has a listener. Where another process works in a run's folder, it is waited for, or the run is refused.
     """
     settings = group[0].recipe.train_settings(0, group[0].method)
     turns = engine.Turns(len(group), apart=engine.steps_of(sequence[0], settings) // len(group))
 
-    def one(job: Job, turn: Listener) -> RunResult:
+    def one(job: Job, progress: Listener, turn: Listener) -> RunResult:
         with exclusive(job.folder / LOCK, lambda: None if wait else _refuse(job)) as held:
             if held:
                 remove_partial(job.folder)
@@ -155,15 +151,15 @@ def side_by_side(
             finished = finished_runs(job.out)
             result = finished.get(job.key)
             if result is None:
-                with show(job) as progress:
-                    _note_other_images(job, sequence, finished.values(), progress)
-                    result = _trained(job, backbone, sequence, progress, turn)
+                _note_other_images(job, sequence, finished.values(), progress)
+                result = _trained(job, backbone, sequence, progress, turn)
                 engine.add_result(job.out / RUNS, result)
             return result
 
     # Switches are the whole process's: set here, they stay while the runs' threads come and go.
     with engine.library_switches(settings, settings.step_mode(settings.torch_device())):
-        runs = [partial(one, job, turns.listener(turn)) for turn, job in enumerate(group)]
+        told = enumerate(zip(group, listeners, strict=True))
+        runs = [partial(one, job, progress, turns.listener(turn)) for turn, (job, progress) in told]
         return turns.run(runs) if len(runs) > 1 else [runs[0]()]
 
 

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from confitune.errors import ConfituneError
 from confitune.experiments.catalog import method_options
 from confitune.experiments.paper.numbers import chosen_options
-from confitune.experiments.runs.identity import DEFAULTS, XCONV, defaults_of, options_of, options_set, shortened
+from confitune.experiments.runs.identity import DEFAULTS, XCONV, options_of, shortened
 from confitune.methods import METHODS, Method, create_method, method_classes
 from confitune.settings import DataSettings, NetworkSettings, TrainSettings
 from confitune.tasks import Progress, TaskSequence, dataset_info, dataset_parts, load_tasks
@@ -26,7 +26,6 @@ MOST_DEEP = 20
 MOST_LONG = 2000  # characters of one value: Python does not print numbers of more than 4,300 digits
 
 _OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)  # `methods: confit`, too
-Options = dict[str, dict[str, Any]]  # of methods, by part: {"ewc": {"strength": 3000}}
 
 
 class Recipe(DataSettings, NetworkSettings, TrainSettings):
@@ -36,7 +35,7 @@ class Recipe(DataSettings, NetworkSettings, TrainSettings):
         ("finetune", "confit"), min_length=1, description="methods to compare"
     )
     seeds: int = Field(1, ge=1, le=10_000, description="how many runs of each method, with seeds 0, 1, ...")
-    options: Options = Field(
+    options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="of methods, by part: {ewc: {strength: 3000}}; default: the paper's"
     )
 
@@ -78,11 +77,14 @@ class Recipe(DataSettings, NetworkSettings, TrainSettings):
             **{name: getattr(chosen.options, name, None) for name in XCONV},
             "method": method,
             "weights_sha256": weights_sha256,
-            "options": options_set(chosen),
+            "options": {
+                type(hook).name: hook.options.model_dump(mode="json", exclude={*XCONV}, exclude_defaults=True)
+                for hook in chosen.hooks
+            },
         }
         if train.precision == "auto":  # else it does not matter which device there is here
             config["precision"] = "bf16" if train.bf16(train.torch_device()) else "fp32"
-        return shortened(config, defaults_of(chosen))
+        return shortened(config)
 
 
 def make_recipe(values: Mapping[str, Any], source: str = "the options given") -> Recipe:

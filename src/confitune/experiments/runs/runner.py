@@ -4,23 +4,20 @@ Runs are done in a `Place`: on this machine, or on a cluster. Planning, results 
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from confitune import engine
 from confitune.engine import RunResult
 from confitune.errors import ConfituneError
 from confitune.experiments.reporting.report import write_pages
 from confitune.experiments.runs.identity import filled, finished_runs, shortened
-from confitune.experiments.runs.job import Job, TrainingError, Watch, groups_of, load, load_backbone, side_by_side
+from confitune.experiments.runs.job import Job, TrainingError, groups_of, load, load_backbone, side_by_side
 from confitune.experiments.runs.recipe import Recipe
 from confitune.files import require_writable
 
@@ -50,25 +47,22 @@ class Place:
 
         A run that fails stops those that share its process, and no others.
         """
-        for _, alike in groupby(jobs, lambda job: job.recipe):
-            yield from self._results_of_recipe(list(alike))
-
-    def _results_of_recipe(self, jobs: Sequence[Job]) -> Outcomes:
-        with engine.decoding_bar(self.console) as bar:
-            loaded = load(jobs[0], bar)
-        for group in groups_of(jobs, self.parallel_seeds):
-            board = engine.progress_board(self.console) if len(group) > 1 and self.console.is_terminal else None
-            show = partial(_progress, self.console, board)
-            try:
-                with board or nullcontext():
-                    done = side_by_side(group, *loaded, show, wait=False)
-                yield from zip(group, done, strict=True)
-            except TrainingError as error:
-                yield from ((job, error) for job in group)
-
-
-def _progress(console: Console, board: Progress | None, job: Job) -> AbstractContextManager[engine.LiveProgress]:
-    return closing(engine.LiveProgress(console, job.label, board))
+        for _, of_recipe in groupby(jobs, lambda job: job.recipe):
+            alike = list(of_recipe)
+            with engine.decoding_bar(self.console) as bar:
+                loaded = load(alike[0], bar)
+            for group in groups_of(alike, self.parallel_seeds):
+                board = engine.progress_board(self.console) if len(group) > 1 and self.console.is_terminal else None
+                listeners = [engine.LiveProgress(self.console, job.label, board) for job in group]
+                try:
+                    with board or nullcontext(), ExitStack() as afterwards:
+                        for listener in listeners:
+                            afterwards.callback(listener.close)
+                        done = side_by_side(group, *loaded, listeners, wait=False)
+                    yield from zip(group, done, strict=True)
+                except TrainingError as error:
+                    yield from ((job, error) for job in group)
+            del loaded  # or the device would hold the images of two recipes
 
 
 @contextmanager
@@ -108,87 +102,68 @@ def run_recipe(
         place: where runs are done (`open_place`); default: here, one after the other, without output.
         resume: take finished runs as they are and go on with interrupted ones; without it, an `out` that holds any of
             them is refused, so nothing is overwritten.
-        how: more of `plan_recipe`.
+        how: `checkpoint_seconds`, `watch` and `note` of each `Job`.
     """
     place = place or Place()
-    plan = plan_recipe(recipe, out, place, resume=resume, **how)
-    if resume and (note := _other_settings(plan)):
+    jobs = plan_recipe(recipe, out, place, resume=resume, **how)
+    if resume and (note := _other_settings(jobs)):
         place.say(f"note: {note}", "yellow")
-    (outcome,) = run_plans([plan], place)
+    (outcome,) = run_plans([jobs], place)
     if isinstance(outcome, TrainingError):
         raise outcome
     return outcome
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The runs of a recipe, in order, and what is known of them."""
+def plan_recipe(recipe: Recipe, out: Path, place: Place, *, resume: bool = False, **how: Any) -> list[Job]:
+    """The runs of a recipe, in order; whatever is wrong with those that are left is refused before any work is done.
 
-    out: Path
-    jobs: Sequence[Job]
-    done: dict[str, RunResult]  # by key
-    others: list[RunResult]  # of other runs in `out`
-
-    @property
-    def left(self) -> list[Job]:
-        """What is not done yet."""
-        return [job for job in self.jobs if job.key not in self.done]
-
-
-def plan_recipe(
-    recipe: Recipe,
-    out: Path,
-    place: Place,
-    *,
-    resume: bool = False,
-    checkpoint_seconds: float = 30.0,
-    watch: Watch | None = None,
-    note: str = "",
-) -> Plan:
-    """Find out what is done and what is left; whatever is wrong is refused before any work is done."""
+    `how` are the last fields of `Job`, which have defaults.
+    """
     recipe = place.settled(recipe)
     backbone = load_backbone(recipe)
     jobs = [
-        Job(recipe, out, method, seed, backbone.weights_sha256, engine.command_line(), checkpoint_seconds, watch, note)
+        Job(recipe, out, method, seed, backbone.weights_sha256, engine.command_line(), **how)
         for method in recipe.methods
         for seed in recipe.run_seeds
     ]
     finished = finished_runs(out)
-    if not resume:
-        _refuse_existing(jobs, finished)
-    done = {job.key: finished.pop(job.key) for job in jobs if job.key in finished}
-    plan = Plan(out, jobs, done, list(finished.values()))
-    for method in dict.fromkeys(job.method for job in plan.left):  # now, not after those that can do it were trained
+    for job in () if resume else jobs:
+        begun = any((job.folder / name).exists() for name in (engine.CHECKPOINT, engine.BEFORE))
+        if begun or job.key in finished:
+            what = f"{out} holds a {'finished' if job.key in finished else 'broken-off'} run of {job.label}"
+            raise ConfituneError(f"{what}: add --resume to take it as it is and go on, or choose another --out folder")
+    left = [job for job in jobs if job.key not in finished]
+    for method in dict.fromkeys(job.method for job in left):  # now, not after those that can do it were trained
         recipe.method(method).network(copy.deepcopy(backbone.module))
-    for job in plan.left:
-        engine.Checkpoint.load(job.folder, job.config)  # a damaged one is refused before any work is done
-    if plan.left:
+    for job in left:
+        engine.Checkpoint.load(job.folder, job.config)
+    if left:
         require_writable(out)
-    return plan
+    return jobs
 
 
-def run_plans(plans: Sequence[Plan], place: Place) -> list[list[RunResult] | TrainingError]:
+def run_plans(plans: Sequence[Sequence[Job]], place: Place) -> list[list[RunResult] | TrainingError]:
     """What each plan gives, or why some of its runs could not be trained; any other error is raised."""
     outcomes: dict[str, RunResult | ConfituneError] = {}  # by key
-    for plan in plans:
-        outcomes |= plan.done
-        if plan.done:
+    jobs = [job for plan in plans for job in plan]
+    for out in dict.fromkeys(job.out for job in jobs):
+        if finished := finished_runs(out):
+            outcomes |= finished
             with suppress(OSError):  # nothing may be left to do on a disk that is read-only by now
-                write_pages(plan.out)  # a run that was killed right after its result may have left an older one
-    for job, outcome in place.results([job for plan in plans for job in plan.left]):
+                write_pages(out)  # a run that was killed right after its result may have left an older one
+    for job, outcome in place.results([job for job in jobs if job.key not in outcomes]):
         outcomes[job.key] = outcome
         if isinstance(outcome, RunResult):
             write_pages(job.out)
         else:
             place.say(f"{job.label} failed: {outcome}", "yellow")
-    return [_finished(plan, outcomes) for plan in plans]
+    return [_finished((job, outcomes[job.key]) for job in plan) for plan in plans]
 
 
-def _finished(plan: Plan, outcomes: Mapping[str, RunResult | ConfituneError]) -> list[RunResult] | TrainingError:
+def _finished(outcomes: Outcomes) -> list[RunResult] | TrainingError:
     results = []
     failed = dict[ConfituneError, Job]()  # runs that were stopped by the same error: the first of them
-    for job in plan.jobs:
-        outcome = outcomes[job.key]
+    for job, outcome in outcomes:
         if isinstance(outcome, RunResult):
             results.append(outcome)
         else:
@@ -201,20 +176,12 @@ def _finished(plan: Plan, outcomes: Mapping[str, RunResult | ConfituneError]) ->
     return TrainingError(message, results)
 
 
-def _refuse_existing(jobs: Sequence[Job], finished: Mapping[str, RunResult]) -> None:
-    """Refuse to do what is done or begun."""
-    for job in jobs:
-        begun = any((job.folder / name).exists() for name in (engine.CHECKPOINT, engine.BEFORE))
-        if begun or job.key in finished:
-            what = f"{job.out} holds a {'finished' if job.key in finished else 'broken-off'} run of {job.label}"
-            raise ConfituneError(f"{what}: add --resume to take it as it is and go on, or choose another --out folder")
-
-
-def _other_settings(plan: Plan) -> str:
+def _other_settings(jobs: Sequence[Job]) -> str:
     """What to say where a run will be done that is there with other settings: these may not have been meant."""
-    for job in plan.left:
-        for other in plan.others:
+    finished = finished_runs(jobs[0].out)
+    for job in (job for job in jobs if job.key not in finished):
+        for other in finished.values():
             if (other.dataset, other.method, other.seed) == (job.recipe.dataset, job.method, job.seed):
                 differing = engine.differences(*(filled(shortened(config)) for config in (other.config, job.config)))
-                return f"{plan.out} has {job.label} with other settings ({differing}); it stays, this is another run"
+                return f"{job.out} has {job.label} with other settings ({differing}); it stays, this is another run"
     return ""

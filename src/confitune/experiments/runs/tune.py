@@ -17,7 +17,7 @@ from confitune.errors import ConfituneError
 from confitune.experiments.catalog import method_options, paper_search
 from confitune.experiments.paper.numbers import searched
 from confitune.experiments.reporting.report import write_text
-from confitune.experiments.runs.identity import Value, options_set, value_text
+from confitune.experiments.runs.identity import Value, value_text
 from confitune.experiments.runs.job import TrainingError
 from confitune.experiments.runs.recipe import Recipe, make_recipe, read_value
 from confitune.experiments.runs.runner import Place, plan_recipe, run_plans, run_recipe
@@ -108,9 +108,10 @@ def plan_search(
         raise ConfituneError(f"the paper has no grid for {option}: give its values with --grid")
     untried = Search(recipe, checked.held_out or HELD_OUT, option, ())
     tried = list[Value]()
+    part, _, name = option.rpartition(".")
     for value in map(read_value, grid) if grid else known[option]:
-        part, _, name = option.rpartition(".")
-        tried.append(options_set(untried.retraining(value).method(method))[part][name])  # as the method takes it
+        hooks = untried.retraining(value).method(method).hooks
+        tried += [getattr(hook.options, name) for hook in hooks if type(hook).name == part]  # as the method takes it
     if len(set(tried)) < 2:
         given = ", ".join(grid)
         raise ConfituneError(f"a search needs two or more values to choose from, got {given}: add --grid")
