@@ -2,7 +2,6 @@
 
 from confitune.engine.capture import Executor, library_switches
 from confitune.engine.checkpoint import BEFORE, CHECKPOINT, Checkpoint, differences
-from confitune.engine.context import epochs_of, steps_of
 from confitune.engine.evaluation import evaluate
 from confitune.engine.events import EpochEnd, Listener
 from confitune.engine.feed import batches, place, place_task
@@ -12,5 +11,5 @@ from confitune.engine.parallel import Turns
 from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
 from confitune.engine.result import RunResult, add_result, command_line, read_results, summary_of, versions
 from confitune.engine.run import SequenceRun, network_sha256
-from confitune.engine.training import DivergedError, TaskFit, fit
+from confitune.engine.training import DivergedError, TaskFit, epochs_of, fit, steps_of
 from confitune.settings import TrainSettings
