@@ -252,7 +252,7 @@ class TaskFit(TaskContext):
         while len(self._under_way) > all_but:
             end_of, readings = self._under_way.popleft()
             self.listener.waiting(readings.copied.passed)
-            readings.copied.wait()
+            readings.read()
             accuracy = 100.0 * readings.right / readings.images
             end = end_of(loss=readings.loss, accuracy=accuracy, seconds=readings.seconds, images=readings.images)
             self._require_finite(end, readings)
