@@ -225,7 +225,9 @@ class TaskFit(TaskContext):
         for step, (pixels, labels) in enumerate(self._batches("order", epoch)):
             if settings.lr_schedule == "cosine" or settings.warmup:
                 self._set_lr(epoch + step / steps)
-            tracking = self._matters(epoch * steps + step)
+            # Whether the step weighs anything in the final average of the input statistics.
+            last = (self.epochs - epoch) * steps - step <= settings.tracked_steps(self.net.momentum)
+            tracking = self.net.observer.tracks and (last or self.validation is not None)  # which may keep any epoch
             self.net.observer.track(tracking)
             outcome = self.executor(
                 self.step.kind(stage.trains, tracking, self.index),
@@ -272,12 +274,6 @@ class TaskFit(TaskContext):
             f"the loss of task {self.task.name!r} became {readings.loss}{ruined} in epoch {end.epoch + 1}{at} (stage "
             f"{end.stage!r}); try a learning rate below {end.lr:g}{weaker}"
         )
-
-    def _matters(self, step: int) -> bool:
-        """Whether a step weighs anything in the final average of the input statistics."""
-        left = self.epochs * self.steps_an_epoch - step
-        last = left <= self.settings.tracked_steps(self.net.momentum)
-        return self.net.observer.tracks and (last or self.validation is not None)  # which may keep any epoch
 
     # ---- statistics, and the end -----------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from types import MappingProxyType, ModuleType
 
 from confitune.errors import ConfituneError, DataError, DataMissingError
 from confitune.files import run_file
-from confitune.tasks.datasets.bundled import SIDE, read_digits, read_photos
+from confitune.tasks.datasets.bundled import read_digits, read_photos
 from confitune.tasks.datasets.dataset import DatasetInfo
 from confitune.tasks.datasets.folder import read_folder
 from confitune.tasks.datasets.paper_sets import read_caltech101, read_cifar100, read_cub200, read_flowers102
@@ -43,8 +43,8 @@ _sets = (
     _of_paper("cub200", read_cub200, tasks=10, classes_per_task=20, batch_size=32, epochs=50),
     _of_paper("caltech101", read_caltech101, tasks=10, classes_per_task=10, batch_size=32, epochs=20),
     _of_paper("flowers102", read_flowers102, tasks=10, classes_per_task=10, batch_size=32, epochs=10),
-    DatasetInfo("photos", lambda *_: read_photos(), 5, classes_per_task=4, batch_size=16, epochs=5, image_size=SIDE),
-    DatasetInfo("digits", lambda *_: read_digits(), 5, classes_per_task=2, batch_size=16, epochs=5, image_size=SIDE),
+    DatasetInfo("photos", lambda *_: read_photos(), tasks=5, classes_per_task=4, batch_size=16, epochs=5),
+    DatasetInfo("digits", lambda *_: read_digits(), tasks=5, classes_per_task=2, batch_size=16, epochs=5),
     DatasetInfo("folder", lambda path, _: read_folder(path), None, classes_per_task=None, batch_size=32, epochs=10),
 )
 DATASETS: Mapping[str, DatasetInfo] = MappingProxyType({info.name: info for info in _sets})

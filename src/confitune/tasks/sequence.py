@@ -183,11 +183,9 @@ class TaskSequence(Sequence[Task]):
                     f"task {task!r} has {len(values)} labels {values.tolist()} but {len(classes)} class names"
                 )
             found = np.searchsorted(values, labels)
+            splits = np.split(np.arange(len(found), dtype=np.int64), [len(train_labels)])
             if len(parts) == 1:
-                splits = stratified_split(found, classes, test_share=test_share, seed=seed)
-            else:
-                rows = np.arange(len(found), dtype=np.int64)
-                splits = rows[: len(train_labels)], rows[len(train_labels) :]
+                splits = list(stratified_split(found, classes, test_share=test_share, seed=seed))
             train, test = (Images(pixels, torch.from_numpy(rows), torch.from_numpy(found[rows])) for rows in splits)
             tasks.append(Task(task, classes, train, test, preprocess))
         return cls(name=name, pipeline="own", tasks=tuple(tasks))

@@ -33,7 +33,6 @@ class DatasetInfo:
     classes_per_task: int | None  # likewise
     batch_size: int
     epochs: int  # of each task
-    image_size: int = 224  # side of the images that the network sees
     pipelines: tuple[str, ...] = ("clean",)  # preprocessing that there is, the default first
     from_paper: bool = False  # whether tasks, batch size and epochs are those of the ConFiT paper (sec. 4.1)
 
