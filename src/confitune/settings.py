@@ -18,8 +18,6 @@ from confitune.errors import ConfituneError
 if TYPE_CHECKING:
     import torch
 
-_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
 
 def _readable(value: Any) -> Any:
     """What no file can be called is said here, not where it would be opened."""
@@ -34,10 +32,12 @@ Folder = Annotated[Path, AfterValidator(_readable)]
 Scenario = Literal["task", "class", "domain"]
 
 
-class DataSettings(BaseModel):
-    """What is learned: a dataset, cut into tasks."""
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    model_config = _STRICT
+
+class DataSettings(_Settings):
+    """What is learned: a dataset, cut into tasks."""
 
     dataset: Name = Field(
         "photos",
@@ -64,10 +64,8 @@ class DataSettings(BaseModel):
     )
 
 
-class NetworkSettings(BaseModel):
+class NetworkSettings(_Settings):
     """What adapts: a pre-trained network, and what Xconv BN keeps of each task."""
-
-    model_config = _STRICT
 
     model: Name = Field("tf_efficientnet_lite0", description="a timm or torchvision model name, e.g. resnet18.tv_in1k")
     weights: Name | None = Field(
@@ -81,10 +79,8 @@ class NetworkSettings(BaseModel):
     )
 
 
-class TrainSettings(BaseModel):
+class TrainSettings(_Settings):
     """How a task is trained; every default that the paper sets is the paper's."""
-
-    model_config = _STRICT
 
     epochs: int = Field(10, ge=1, description="epochs per task; default of a run: the method's or the dataset's")
     min_steps: int = Field(
