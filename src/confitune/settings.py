@@ -18,6 +18,8 @@ from confitune.errors import ConfituneError
 if TYPE_CHECKING:
     import torch
 
+_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
 
 def _readable(value: Any) -> Any:
     """What no file can be called is said here, not where it would be opened."""
@@ -32,12 +34,10 @@ Folder = Annotated[Path, AfterValidator(_readable)]
 Scenario = Literal["task", "class", "domain"]
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class DataSettings(_Settings):
+class DataSettings(BaseModel):
     """What is learned: a dataset, cut into tasks."""
+
+    model_config = _STRICT
 
     dataset: Name = Field(
         "photos",
@@ -64,8 +64,10 @@ class DataSettings(_Settings):
     )
 
 
-class NetworkSettings(_Settings):
+class NetworkSettings(BaseModel):
     """What adapts: a pre-trained network, and what Xconv BN keeps of each task."""
+
+    model_config = _STRICT
 
     model: Name = Field("tf_efficientnet_lite0", description="a timm or torchvision model name, e.g. resnet18.tv_in1k")
     weights: Name | None = Field(
@@ -79,8 +81,10 @@ class NetworkSettings(_Settings):
     )
 
 
-class TrainSettings(_Settings):
+class TrainSettings(BaseModel):
     """How a task is trained; every default that the paper sets is the paper's."""
+
+    model_config = _STRICT
 
     epochs: int = Field(10, ge=1, description="epochs per task; default of a run: the method's or the dataset's")
     min_steps: int = Field(
