@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.markup import escape
 
-from confitune.cli import deploy, listing, training  # each adds its commands to the app
+from confitune.cli import deploy, listing, training  # noqa: F401  # each adds its commands to the app
 from confitune.cli.app import app, shown
 from confitune.errors import ConfituneError
 

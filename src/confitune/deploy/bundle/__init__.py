@@ -1,5 +1,12 @@
 """A folder with one network and what it has learned so far."""
 
-from confitune.deploy.bundle.bundle import Bundle
-from confitune.deploy.bundle.change import BundleChange, changing, go_back
-from confitune.deploy.bundle.format import BundleError, DamagedError, MethodOptions, Network, StoredFile, TaskRecord
+from confitune.deploy.bundle.bundle import Bundle as Bundle
+from confitune.deploy.bundle.change import BundleChange as BundleChange, changing as changing, go_back as go_back
+from confitune.deploy.bundle.format import (
+    BundleError as BundleError,
+    DamagedError as DamagedError,
+    MethodOptions as MethodOptions,
+    Network as Network,
+    StoredFile as StoredFile,
+    TaskRecord as TaskRecord,
+)
