@@ -115,7 +115,7 @@ def test_gradients_are_of_whole_batches(begun, monkeypatch):
 
 @pytest.mark.parametrize("at_once", [1, 17, 256])
 def test_features_are_those_of_the_images_in_their_order(begun, monkeypatch, at_once):
-    monkeypatch.setattr("confitune.engine.training._AT_ONCE", at_once)
+    monkeypatch.setattr("confitune.engine.context._AT_ONCE", at_once)
     context = begun()
     context.net.eval()
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_features_are_taken_in_batches_of_few_sizes(begun, monkeypatch):
     context, sizes = begun(), []
     context.net.backbone.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     for at_once, expected in ((256, [48]), (20, [16] * 3), (40, [32] * 2)):
-        monkeypatch.setattr("confitune.engine.training._AT_ONCE", at_once)
+        monkeypatch.setattr("confitune.engine.context._AT_ONCE", at_once)
         with context.net.at_batch_moments():
             assert context.features().shape == (46, 16)
         assert sizes == expected

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from confitune.engine.capture import Executor
 from confitune.engine.checkpoint import Checkpoint, fitting
+from confitune.engine.context import epochs_of
 from confitune.engine.evaluation import evaluate_all, evaluate_joined, right_answers
 from confitune.engine.events import EpochEnd, Listener, Listeners
 from confitune.engine.label_space import LabelSpace, require_scenario
 from confitune.engine.result import RunResult, command_line, device_name, summary_of, versions
-from confitune.engine.training import TaskFit, epochs_of
+from confitune.engine.training import TaskFit
 from confitune.errors import ConfituneError
 from confitune.methods import Method
 from confitune.nn import ContinualNet, state_sha256

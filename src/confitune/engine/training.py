@@ -1,34 +1,30 @@
 """Train a network on one task: the stages of its epochs, their steps, its statistics, and its end.
 
-What one step computes is in `step.py`.
+What methods may use of the task meanwhile is in `context.py`, what one step computes in `step.py`.
 """
 
-import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from confitune.engine.capture import Executor
+from confitune.engine.context import Learning
 from confitune.engine.events import EpochEnd, Listener
-from confitune.engine.feed import batches, place_task, to_device
+from confitune.engine.feed import place_task, to_device
 from confitune.engine.readings import EpochReadings
 from confitune.engine.seeds import derived_generator, derived_seed
-from confitune.engine.step import TrainStep, autocast, classification_loss, draw_noise
+from confitune.engine.step import TrainStep, draw_noise
 from confitune.engine.validation import Validation
 from confitune.errors import ConfituneError
-from confitune.methods import Method, Stage, TaskContext, create_method
+from confitune.methods import Method, Stage, create_method
 from confitune.nn import ContinualNet
 from confitune.settings import TrainSettings
 from confitune.tasks import Task
-
-_AT_ONCE = 256  # images whose features are taken
-_ROUND = 16  # sizes of their batches are multiples of it: for each new one a GPU's libraries choose algorithms anew
 
 
 def fit(
@@ -56,33 +52,12 @@ def fit(
         TaskFit(executor, place_task(task, executor.device, executor.settings.pixels), method).fit()
 
 
-def epochs_of(task: Task, settings: TrainSettings) -> int:
-    """How many epochs the task is trained for: more where it has few images and a number of steps is asked for."""
-    return max(settings.epochs, math.ceil(settings.min_steps / steps_an_epoch(len(task.train), settings)))
-
-
-def steps_of(task: Task, settings: TrainSettings) -> int:
-    """How many training steps the task takes."""
-    return epochs_of(task, settings) * steps_an_epoch(len(task.train), settings)
-
-
-def steps_an_epoch(images: int, settings: TrainSettings) -> int:
-    """Whole batches, and what is left over if it is asked for; one image alone has no batch moments.
-
-    >>> both = [TrainSettings(batch_size=4, last_batch=with_rest) for with_rest in (False, True)]
-    >>> [steps_an_epoch(images, settings) for images in (8, 9, 10, 3) for settings in both]
-    [2, 2, 2, 2, 2, 3, 1, 1]
-    """
-    size = min(settings.batch_size, images)
-    return images // size + (settings.last_batch and images > size and images % size > 1)
-
-
 class DivergedError(ConfituneError):
     """The loss, the weights or the statistics became infinite."""
 
 
-class TaskFit(TaskContext):
-    """One task's training, resumable after every epoch; methods are given it as their `TaskContext`.
+class TaskFit(Learning):
+    """One task's training, resumable after every epoch. It is also the `TaskContext` that methods are given.
 
     Args:
         executor: of the network, within its session; one that served earlier tasks has captured steps already.
@@ -94,7 +69,6 @@ class TaskFit(TaskContext):
     def __init__(
         self, executor: Executor, task: Task, method: Method, index: int = -1, hooks: Sequence[Method] | None = None
     ) -> None:
-        self.executor, self.net, self.device, self.listener = executor, executor.net, executor.device, executor.listener
         net, settings = executor.net, executor.settings
         wanted = [part.kind for part in method.parts()]
         if net.kinds != wanted:
@@ -104,21 +78,15 @@ class TaskFit(TaskContext):
             )
         if len(task.train) < 2:
             raise ConfituneError(f"task {task.name!r} has {len(task.train)} training image; batch norm needs 2 or more")
-        self.index = index = len(net.tasks) if index < 0 else index
+        index = len(net.tasks) if index < 0 else index
         self.validation: Validation | None = None
         if settings.validation:
             self.validation = Validation(task, settings, derived_seed(settings.seed, "validation", index))
             task = self.validation.task
         elif settings.lr_patience is not None:
             raise ConfituneError("lr_patience waits for a lower loss on images left out: set validation=0.1, too")
-        self.task, self.method = task, method
-        self.epoch, self.epochs = 0, epochs_of(task, settings)
-        self.settings = settings.model_copy(update={"epochs": self.epochs})
-        self.images = len(task.train)
-        self.labels = task.train.labels.to(self.device)
-        self.batch_size = min(settings.batch_size, self.images)
-        self.steps_an_epoch = steps_an_epoch(self.images, settings)
-        self.seed = self._seed("penalty")
+        super().__init__(executor, task, index)
+        self.method = method
         self.hooks = method.hooks if hooks is None else tuple(hooks)
         if self.batch_size < settings.batch_size:
             self.listener.note(
@@ -146,11 +114,8 @@ class TaskFit(TaskContext):
             hook.attach(self.net, self.index)
         first = self.epoch
         with self._undisturbed():
-            if first == 0 and self.is_new:  # a task that was there before has much to lose
-                torch.manual_seed(self._seed("settle", 0))
-                if any(hook.settle(self) for hook in self.hooks):
-                    self.epoch = self.epochs
-                    return
+            if first == 0 and self._settled():
+                return
             for epoch in range(first, self.epochs):
                 if epoch == 0:
                     torch.manual_seed(self._seed("begin"))
@@ -185,6 +150,16 @@ class TaskFit(TaskContext):
         finally:
             self._freeze_but(None)
 
+    def _settled(self) -> bool:
+        """Whether a method finished the task without training it; one that was there before has much to lose."""
+        if not self.is_new:
+            return False
+        torch.manual_seed(self._seed("settle", 0))
+        if not any(hook.settle(self) for hook in self.hooks):
+            return False
+        self.epoch = self.epochs
+        return True
+
     def _freeze_but(self, trains: frozenset[str] | None) -> None:
         """Only these groups get gradients (None: all): backward then stops where nothing below is trained."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -217,7 +192,7 @@ class TaskFit(TaskContext):
         lr = self._set_lr(epoch)
         # Everything random in an epoch comes from its own seeds, so an epoch can be repeated without what came before.
         torch.manual_seed(self._seed("epoch", epoch))
-        chance = derived_generator(settings.seed, "augment", self.index, epoch)
+        chance = self._generator("augment", epoch)
         noise = draw_noise(settings.augmentation, steps, self.batch_size, chance)
         noise = None if noise is None else to_device(noise, self.device)
         readings = EpochReadings(steps, self.device)
@@ -304,46 +279,7 @@ class TaskFit(TaskContext):
             "follow, try a smaller learning rate"
         )
 
-    # ---- what methods may use --------------------------------------------------------------------------------------
-
-    def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        # In random order, because files are sorted by class.
-        for pixels, labels in batches(self.task.train, size, self.device, self._order("importance")):
-            yield self.task.inputs(pixels), labels
-
-    def features(self) -> Tensor:
-        # In random batches of one size, whatever the settings are.
-        order = self._order("features")
-        count = math.ceil(self.images / _AT_ONCE)
-        size = _ROUND * math.ceil(self.images / count / _ROUND)
-        filled = order.repeat(math.ceil(count * size / len(order)))[: count * size]  # the last batch from the start
-        found = []
-        for pixels, _ in batches(self.task.train, size, self.device, filled):
-            with autocast(self.settings, self.device):
-                found.append(self.net.features(self.task.inputs(pixels)).float())
-        return torch.cat(found)[to_device(order.argsort(), self.device)]
-
-    def gradients(self, parameters: Sequence[Tensor], batches: int) -> list[Tensor]:
-        sums = [torch.zeros_like(parameter) for parameter in parameters]
-        self.net.train()
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-        with self.net.observer.untracked():
-            for pixels, labels in islice(self._batches("gradients", 0), batches):
-                with autocast(self.settings, self.device):
-                    logits = self.net(self.task.inputs(pixels))
-                loss = classification_loss(logits, labels, self.task.groups, self.settings.label_smoothing)
-                torch._foreach_add_(sums, torch.autograd.grad(loss, list(parameters)))
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-        return sums
-
-    def captured(self, net: ContinualNet, kind: Hashable, function: Callable[..., None], *tensors: Tensor) -> None:
-        executor = self.executor if net is self.net else self.executor.of(net)
-        executor(kind, function, *tensors, trains=False)
-
-    def note(self, message: str) -> None:
-        self.listener.note(f"task {self.task.name!r}: {message}")
+    # ---- what else there is ----------------------------------------------------------------------------------------
 
     def train(self, other: ContinualNet, only_epoch: int | None = None) -> None:
         twin = TaskFit(self.executor.of(other), self.task, self.method, self.index, hooks=())
@@ -355,19 +291,6 @@ class TaskFit(TaskContext):
             twin._freeze_but(stage.trains)
             twin._train_epoch(stage, only_epoch)
             twin.report()
-
-    def _batches(self, purpose: str, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pixels and labels of as many images as an epoch takes, in random order."""
-        order = self._order(purpose, epoch)[: self.steps_an_epoch * self.batch_size]
-        return batches(self.task.train, self.batch_size, self.device, order)
-
-    def _order(self, purpose: str, *number: int) -> Tensor:
-        """Positions of the training images, in random order."""
-        generator = derived_generator(self.settings.seed, purpose, self.index, *number)
-        return torch.randperm(self.images, generator=generator)
-
-    def _seed(self, purpose: str, *number: int) -> int:
-        return derived_seed(self.settings.seed, purpose, self.index, *number)
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on after the last whole epoch; the network's own state is not in it."""
