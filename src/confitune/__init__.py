@@ -12,20 +12,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 _HOMES = {
-    "ConfituneError": "errors",
-    "ContinualNet": "nn",
-    "TaskSequence": "tasks",
-    "TrainSettings": "engine",
-    "create_backbone": "nn",
-    "create_method": "methods",
-    "evaluate": "engine",
-    "fit": "engine",
-    "load_tasks": "tasks",
+    "engine": ("TrainSettings", "evaluate", "fit"),
+    "errors": ("ConfituneError",),
+    "methods": ("create_method",),
+    "nn": ("ContinualNet", "create_backbone"),
+    "tasks": ("TaskSequence", "load_tasks"),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: torch and timm take seconds, and `confitune --help` needs neither."""
-    if name in _HOMES:
-        return getattr(import_module(f"confitune.{_HOMES[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"confitune.{home}"), name)
     raise AttributeError(f"module 'confitune' has no attribute {name!r}")

@@ -238,7 +238,7 @@ def test_nobody_is_told_of_a_copys_training(make_method, make_run, sequence, tmp
     """Its epochs are no epochs of the run: neither in logs nor in what was trained."""
     run = make_run(make_method("finetune", Twin()), tasks=sequence[:2], listeners=(CsvLog(tmp_path),))
     run.run()
-    assert run.images == 3 * (48 + 40)
+    assert run.state.images == 3 * (48 + 40)
     assert len((tmp_path / "epochs.csv").read_text().splitlines()) == 1 + 2 * 3
 
 

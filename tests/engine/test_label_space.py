@@ -173,7 +173,7 @@ def test_a_run_that_goes_on_ends_with_the_same_matrix(make_run, tmp_path, method
         make_run(method, folder=tmp_path, listeners=(Killer(),), **options).run()
     run = make_run(method, folder=tmp_path, **options)
     assert run.resume()
-    assert run.task == 2
+    assert run.state.task == 2
     result = run.run()
     assert result.accuracy_matrix == whole.accuracy_matrix
     assert result.final_sha256 == whole.final_sha256

@@ -18,7 +18,7 @@ def read(losses, right=None, weights=()):
     for step, (loss, count) in enumerate(zip(losses, right or [0] * len(losses), strict=True)):
         readings.put(step, torch.tensor([loss, float(count)]), 10)
     readings.close(iter([torch.zeros(2), *weights]))
-    readings.copied.wait()
+    readings.read()
     return readings
 
 
@@ -46,6 +46,7 @@ def test_what_was_put_is_a_copy():
     readings.put(1, outcome, 3)
     outcome.zero_()
     readings.close([torch.ones(1)])
+    readings.read()
     assert (readings.loss, readings.right, readings.images) == (2.0, 7, 7)
 
 
@@ -98,6 +99,7 @@ def test_seconds_are_from_the_first_step_to_the_last():
     time.sleep(0.03)
     readings.put(0, torch.zeros(2), 4)
     readings.close([torch.zeros(1)])
+    readings.read()
     taken = readings.seconds
     time.sleep(0.03)
     assert readings.seconds == taken

@@ -38,9 +38,9 @@ def test_every_field_says_what_happened(make_run, make_net, method, monkeypatch)
     assert result.versions["torch"] == version("torch")
     assert result.versions["python"] == platform.python_version()
     assert {"confitune", "timm", "torchvision", "numpy"} <= set(result.versions)
-    assert 0 < run.train_seconds < result.seconds + 0.001
+    assert 0 < run.state.train_seconds < result.seconds + 0.001
     images = 2 * (48 + 40 + 40) if method != "joint" else 2 * 128  # 130 images together: 16 batches of 8
-    assert result.images_per_second == pytest.approx(images / run.train_seconds, abs=0.06)
+    assert result.images_per_second == pytest.approx(images / run.state.train_seconds, abs=0.06)
     matrix = result.matrix
     assert result.acc == metrics.average_accuracy(matrix)
     if method == "joint":

@@ -61,7 +61,7 @@ def assert_same(found, run, reference, whole_run, folder, other):
     assert found.accuracy_matrix == reference.accuracy_matrix
     assert found.as_learned == reference.as_learned
     assert found.final_sha256 == reference.final_sha256
-    assert run.images == whole_run.images
+    assert run.state.images == whole_run.state.images
     for log in ("epochs.csv", "accuracy.csv"):
         assert rows(folder / log) == rows(other / log)
 
@@ -166,9 +166,9 @@ def test_seconds_go_on_where_they_were(runs, tmp_path):
     result = run.run()
     assert 1000 < result.seconds < 1060
     images = 5 * (48 + 40 + 40)  # 5 epochs of the full batches of 48, 40 and 42 images
-    assert run.images == images
-    assert result.images_per_second == pytest.approx(images / run.train_seconds, abs=0.06)
-    assert run.train_seconds > 500
+    assert run.state.images == images
+    assert result.images_per_second == pytest.approx(images / run.state.train_seconds, abs=0.06)
+    assert run.state.train_seconds > 500
 
 
 def test_nothing_to_resume_from(runs, make_run):

@@ -272,7 +272,7 @@ def test_a_run_forgets_nothing(best):
         assert len(set(row[task:])) == 1
     # Two numbers a channel, and of both convolutions' weights (8 x 3 x 9, 12 x 8 x 9) a change of rank 4.
     assert [task["norm_numbers"] for task in result.tasks] == [2 * 20 + 4 * (20 + 29), 0, 2 * 20 + 4 * (20 + 29)]
-    assert run.images == 5 * (24 + 24)  # whole batches of 8; the second task's are not trained on
+    assert run.state.images == 5 * (24 + 24)  # whole batches of 8; the second task's are not trained on
     assert result.learning_acc > 60
 
 
@@ -317,7 +317,7 @@ def test_resumed_equals_undisturbed(best, tmp_path, task, when):
     assert owned(run.net) == [CHANGES, HEAD, CHANGES]
     assert found.final_sha256 == expected.final_sha256
     assert found.accuracy_matrix == expected.accuracy_matrix
-    assert (run.images, found.tasks) == (whole.images, expected.tasks)
+    assert (run.state.images, found.tasks) == (whole.state.images, expected.tasks)
     for log in ("epochs.csv", "accuracy.csv"):
         mine, other = ([{**row, "seconds": ""} for row in csv.DictReader((logs[name] / log).open())] for name in logs)
         assert mine == other
@@ -350,7 +350,7 @@ def test_a_run_in_which_nothing_is_trained_is_a_result(make_run, tmp_path):
     run = make_run("best", ONLY_HEADS, folder=tmp_path, listeners=(CsvLog(tmp_path), LiveProgress(console, "tiny")))
     result = run.run()
     assert owned(run.net) == [HEAD] * 3
-    assert (result.images_per_second, run.images, result.fgt) == (0.0, 0, 0.0)
+    assert (result.images_per_second, run.state.images, result.fgt) == (0.0, 0, 0.0)
     assert RunResult.of_line(result.line(), "here") == result
     assert list(csv.DictReader((tmp_path / "epochs.csv").open())) == []
     assert "nan" not in console.file.getvalue()

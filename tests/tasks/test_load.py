@@ -1,14 +1,13 @@
 """Which tasks a name gives: of one dataset, and of parts of several."""
 
 import shutil
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from confitune.tasks import DATASETS, DataError, DataMissingError, DatasetInfo, TaskSequence, load_tasks
-from confitune.tasks.names import READERS
 
 GREY = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 
@@ -81,11 +80,11 @@ def test_every_task_is_the_datasets_own() -> None:
 def test_a_dataset_is_read_once_however_many_parts_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     read_names: list[str] = []
 
-    def spy(info: DatasetInfo, reader: Callable) -> Callable:
-        return lambda *options: (read_names.append(info.name), reader(*options))[1]
+    def spied(info: DatasetInfo) -> DatasetInfo:
+        return replace(info, read=lambda *options: (read_names.append(info.name), info.read(*options))[1])
 
-    for info in (DATASETS["digits"], DATASETS["photos"]):
-        monkeypatch.setitem(READERS, info, spy(info, READERS[info]))
+    spies = {name: spied(DATASETS[name]) for name in ("digits", "photos")}
+    monkeypatch.setattr("confitune.tasks.names.DATASETS", spies)
     load_tasks("digits:5+photos:1+digits:1-2+photos:3", **GREY)
     assert read_names == ["digits", "photos"]
 

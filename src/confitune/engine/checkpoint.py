@@ -25,20 +25,20 @@ from confitune.files import DamagedFileError, read_sealed, write_sealed
 CHECKPOINT, BEFORE = "checkpoint.pt", "checkpoint.before.pt"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checkpoint:
-    """Everything a run needs to go on."""
+    """Where a run is: everything that it needs to go on."""
 
     config: dict[str, Any]  # what the run computes; another configuration must not go on from here
     task: int  # tasks learned and evaluated
     net: dict[str, Any]
     fit: dict[str, Any] | None  # the task in training, after its last whole epoch
     hooks: list[dict[str, Any]]  # of the method, and of those that it is combined with
-    matrix: list[list[float]]
-    as_learned: list[float]
-    seconds: float
-    train_seconds: float
-    images: int
+    matrix: list[list[float]]  # accuracies in percent, as `metrics` takes them
+    as_learned: list[float]  # before means are recovered, where they are
+    seconds: float = 0.0
+    train_seconds: float = 0.0
+    images: int = 0
     data: int = 0  # checksum of the tasks; 0: not known
     threads: int = 0
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,10 @@ class Listeners(Listener):
     """Passes everything on to several, in their order."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
-        self._all = tuple(listeners)
+        for hook in [name for name, value in vars(Listener).items() if callable(value)]:
+            setattr(self, hook, partial(_tell_all, [getattr(listener, hook) for listener in listeners]))
 
 
-def _to_all(hook: str) -> Callable[..., None]:
-    def tell(self: Listeners, *args: Any) -> None:
-        for listener in self._all:
-            getattr(listener, hook)(*args)
-
-    return tell
-
-
-for _hook in [name for name, value in vars(Listener).items() if callable(value)]:
-    setattr(Listeners, _hook, _to_all(_hook))
+def _tell_all(hooks: Sequence[Callable[..., object]], *args: object) -> None:
+    for hook in hooks:
+        hook(*args)

@@ -33,13 +33,11 @@ class CsvLog(Listener):
     def run_started(self, name: str, tasks: Sequence[str], epochs: int, first_task: int) -> None:
         """A fresh run starts fresh files; one that goes on drops what it will do again."""
         self._names = list(tasks)
-        # Of the first task only `task_started` knows which epochs are to be done again.
-        _keep(self._epochs, _EPOCH_COLUMNS, lambda row: int(row["task"]) <= first_task)
         _keep(self._accuracy, _ACCURACY_COLUMNS, lambda row: int(row["after_task"]) < first_task)
 
     def task_started(self, task: int, name: str, first_epoch: int) -> None:
         """Epochs that are done again are logged once."""
-        _keep(self._epochs, _EPOCH_COLUMNS, lambda row: int(row["task"]) < task or int(row["epoch"]) < first_epoch)
+        _keep(self._epochs, _EPOCH_COLUMNS, lambda row: (int(row["task"]), int(row["epoch"])) < (task, first_epoch))
 
     def epoch_ended(self, end: EpochEnd) -> None:
         _append(self._epochs, [getattr(end, column) for column in _EPOCH_COLUMNS])

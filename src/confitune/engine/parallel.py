@@ -27,10 +27,9 @@ class Turns:
 
     def __init__(self, runs: int, apart: int = 0) -> None:
         self._changed = threading.Condition()
-        self._running = [0] if runs else []  # in the order of their turns; the first has it
-        self._to_start = list(range(1, runs))
-        self._apart, self._turns_left = apart, apart  # until the next one starts
-        self._last_started = 0
+        self._running: list[int] = []  # in the order of their turns; the first has it
+        self._to_start = list(range(runs))
+        self._apart, self._turns_left = apart, 0  # until the next one starts
         self._start_due()
         self._stopped = False
 

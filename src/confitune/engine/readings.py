@@ -13,6 +13,13 @@ class EpochReadings:
     """Loss and right answers of every step, and whether the weights are still finite at the end.
 
     They can be read once `copied` has passed: when the device has done all steps and its numbers are here.
+
+    Attributes:
+        loss: mean over the steps.
+        right: how many images were answered rightly.
+        first_bad_step: the first step (from 0) whose loss was not finite.
+        weights_finite: whether every weight was finite at the end.
+        seconds: from the first step's start to the last one's end, where the work was done.
     """
 
     def __init__(self, steps: int, device: torch.device) -> None:
@@ -39,31 +46,16 @@ class EpochReadings:
             self._read.copy_(self._on_device, non_blocking=True)
         self.copied = Moment(device)
 
-    @property
-    def loss(self) -> float:
-        """Mean over the steps."""
-        return self._read[: self._steps, 0].double().mean().item()
-
-    @property
-    def right(self) -> int:
-        """Images answered rightly."""
-        return int(self._read[: self._steps, 1].double().sum().item())
-
-    @property
-    def first_bad_step(self) -> int | None:
-        """The first step (from 0) whose loss was not finite."""
-        bad = (~self._read[: self._steps, 0].isfinite()).nonzero()
-        return int(bad[0]) if len(bad) else None
-
-    @property
-    def weights_finite(self) -> bool:
-        """Whether every weight was finite at the end."""
-        return bool(self._read[self._steps, 0] == 1)
-
-    @property
-    def seconds(self) -> float:
-        """From the first step's start to the last one's end, where the work was done."""
-        return self._began.until(self._ended)
+    def read(self) -> None:
+        """Wait for the numbers, and take them."""
+        self.copied.wait()
+        losses, right = self._read[: self._steps].T
+        self.loss = losses.double().mean().item()
+        self.right = int(right.double().sum().item())
+        bad = (~losses.isfinite()).nonzero()
+        self.first_bad_step = int(bad[0]) if len(bad) else None
+        self.weights_finite = bool(self._read[self._steps, 0] == 1)
+        self.seconds = self._began.until(self._ended)
 
 
 class Moment:

@@ -103,7 +103,7 @@ class RunResult(BaseModel):
     @property
     def matrix(self) -> np.ndarray:
         """The accuracy matrix, NaN where a task was not there yet."""
-        return np.array([[math.nan if a is None else a for a in row] for row in self.accuracy_matrix])
+        return np.array(self.accuracy_matrix, dtype=np.float64)
 
     @property
     def published_matrix(self) -> np.ndarray:

@@ -3,7 +3,9 @@
 import copy
 import hashlib
 import json
+import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +63,15 @@ class SequenceRun(Listener):
         self.original = sequence
         self.sequence = sequence.joined(by_name=scenario != "task") if method.joint else sequence
         self.folder = folder
-        self.config = config or {}
         self.checkpoint_seconds = checkpoint_seconds
         self.weights, self.command = weights, command
-        self.weights_sha256 = self.config.get("weights_sha256") or state_sha256(net.backbone)
-        self.matrix = np.full((len(sequence), len(sequence)), np.nan)
-        self.as_learned: list[float] = []  # before means are recovered, where they are
-        self._just_learned: Tensor | None = None  # the next of them, not yet read from the device
-        self.task = 0
-        self.seconds = self.train_seconds = 0.0
-        self.images = 0
+        # What the network, the methods and the task's training know themselves is left out until it is saved.
+        matrix = [[math.nan] * len(sequence) for _ in sequence]
+        self.state = Checkpoint(config or {}, task=0, net={}, fit=None, hooks=[], matrix=matrix, as_learned=[])
+        self.weights_sha256 = self.state.config.get("weights_sha256") or state_sha256(net.backbone)
+        self._just_learned: Tensor | None = None  # accuracy of a task as learned, not yet read from the device
         self.listener = Listeners((*listeners, self))
         self._pristine = copy.deepcopy(net.backbone.state_dict()) if method.separate else None
-        self._saved_fit: dict[str, Any] | None = None
         self._executor = Executor(net, settings, self.listener)
         self.device = self._executor.device
         without_task = scenario != "task" and not method.joint
@@ -82,7 +80,7 @@ class SequenceRun(Listener):
 
     def resume(self) -> bool:
         """Go on from the folder's checkpoint, if there is one."""
-        checkpoint = Checkpoint.load(self.folder, self.config, self.listener.note) if self.folder else None
+        checkpoint = Checkpoint.load(self.folder, self.state.config, self.listener.note) if self.folder else None
         if self.folder is None or checkpoint is None:
             return False
         if checkpoint.data not in (0, self.original.checksum):
@@ -96,61 +94,56 @@ class SequenceRun(Listener):
             self.net.load_state_dict(checkpoint.net)
             for hook, state in zip(self.method.hooks, checkpoint.hooks, strict=True):
                 hook.load_state_dict(state)
-            matrix = np.array(checkpoint.matrix, dtype=np.float64)
-            if matrix.shape != self.matrix.shape or not 0 <= checkpoint.task <= len(self.sequence):
-                raise ValueError(f"it has {checkpoint.task} tasks done and accuracies {list(matrix.shape)}")
-        self.task = checkpoint.task
-        self._saved_fit = checkpoint.fit
-        self.matrix = matrix
-        self.as_learned = checkpoint.as_learned
-        self.seconds = checkpoint.seconds
-        self.train_seconds = checkpoint.train_seconds
-        self.images = checkpoint.images
+            shape = np.array(checkpoint.matrix, dtype=np.float64).shape
+            if shape != (len(self.original),) * 2 or not 0 <= checkpoint.task <= len(self.sequence):
+                raise ValueError(f"it has {checkpoint.task} tasks done and accuracies {list(shape)}")
+        self.state = replace(checkpoint, config=self.state.config, net={}, hooks=[])
         return True
 
     def run(self) -> RunResult:
         """Learn what is left of the sequence."""
-        self._started = time.perf_counter() - self.seconds
-        self._checkpointed_at = self.seconds
+        self._started = time.perf_counter() - self.state.seconds
+        self._checkpointed_at = self.state.seconds
         usually_first = self.method.stages(10, 0)[0].name
         if usually_first == "head" and self.method.stages(self.settings.epochs, 0)[0].name != "head":
             self.listener.note(f"with {self.settings.epochs} epochs no stage is left for the head alone; use more")
         names = [task.name for task in self.sequence]
         epochs = max(epochs_of(task, self.settings) for task in self.sequence)
-        self.listener.run_started(self.method.name, names, epochs, self.task)
+        self.listener.run_started(self.method.name, names, epochs, self.state.task)
         with self._executor.session():
-            for index in range(self.task, len(self.sequence)):
+            for index in range(self.state.task, len(self.sequence)):
                 self._learn(index, self.sequence[index])
         return self._result()
 
     def _learn(self, index: int, task: Task) -> None:
-        if self._pristine is not None and self._saved_fit is None:
+        if self._pristine is not None and self.state.fit is None:
             self.net.backbone.load_state_dict(self._pristine)
             self.net.weights_moved()
         fit = TaskFit(self._executor, task, self.method, index)
-        if self._saved_fit is not None:
+        if self.state.fit is not None:
             assert self.folder is not None
             with fitting(self.folder):
-                fit.load_state_dict(self._saved_fit)
+                fit.load_state_dict(self.state.fit)
                 if not 0 <= fit.epoch <= fit.epochs:
                     raise ValueError(f"{fit.epoch} epochs are done, of {fit.epochs}")
-            self._saved_fit = None
+            self.state.fit = None
         self.listener.task_started(index, task.name, fit.epoch)
         fit.fit(after_epoch=lambda: self._after_epoch(fit))
         accuracies = self._evaluate(index)
-        self.matrix[: len(accuracies), -1 if self.method.joint else index] = accuracies
+        for row, accuracy in zip(self.state.matrix, accuracies, strict=False):
+            row[-1 if self.method.joint else index] = accuracy
         if self._just_learned is not None:
-            self.as_learned.append(100.0 * self._just_learned.item())
+            self.state.as_learned.append(100.0 * self._just_learned.item())
             self._just_learned = None
-        self.task = index + 1
+        self.state.task = index + 1
         # Logs first: a run killed in between does the task again, and logs then drop what they have of it.
         self.listener.task_ended(index, accuracies)
         if self._checkpoint_due():
             self._checkpoint(None)
 
     def epoch_ended(self, end: EpochEnd) -> None:
-        self.train_seconds += end.seconds
-        self.images += end.images
+        self.state.train_seconds += end.seconds
+        self.state.images += end.images
 
     def _after_epoch(self, fit: TaskFit) -> None:
         if fit.epoch == fit.epochs and self.net.observer.tracks and self.scenario == "task":
@@ -173,30 +166,25 @@ class SequenceRun(Listener):
             return self._space.accuracies(self.net, tasks, given, self.method, self.listener)
         if self.method.separate:
             # Earlier networks were left as they were: there is nothing to measure again.
-            before: list[float] = self.matrix[:index, index - 1].tolist()
+            before = [row[index - 1] for row in self.state.matrix[:index]]
             return before + evaluate_all(self.net, tasks[index:], self.settings, self.listener)
         return evaluate_all(self.net, tasks, self.settings, self.listener)
 
     def _checkpoint(self, fit: TaskFit | None) -> None:
         assert self.folder is not None
-        self.seconds = self._checkpointed_at = time.perf_counter() - self._started
-        Checkpoint(
-            config=self.config,
-            task=self.task,
+        self.state.seconds = self._checkpointed_at = time.perf_counter() - self._started
+        replace(
+            self.state,
             net=self.net.state_dict(),
             fit=fit.state_dict() if fit else None,
             hooks=[hook.state_dict() for hook in self.method.hooks],
-            matrix=self.matrix.tolist(),
-            as_learned=self.as_learned,
-            seconds=self.seconds,
-            train_seconds=self.train_seconds,
-            images=self.images,
             data=self.original.checksum,
             threads=torch.get_num_threads(),
         ).save(self.folder)
 
     def _result(self) -> RunResult:
-        self.seconds = time.perf_counter() - self._started
+        state = self.state
+        state.seconds = time.perf_counter() - self._started
         backbone = sum(p.numel() for p in self.net.backbone.parameters())
         storage = self.net.storage()
         tasks = [
@@ -215,18 +203,18 @@ class SequenceRun(Listener):
             dataset=self.original.name,
             method=self.method.name,
             seed=self.settings.seed,
-            **summary_of(self.matrix),
-            as_learned=self.as_learned or None,
+            **summary_of(np.array(state.matrix)),
+            as_learned=state.as_learned or None,
             tasks=tasks,
-            config=self.config,
+            config=state.config,
             versions=versions(),
             device=device_name(self.device),
             execution=self.settings.execution(self.device),
             weights=self.weights,
             weights_sha256=self.weights_sha256,
             final_sha256=network_sha256(self.net),
-            seconds=round(self.seconds, 3),
-            images_per_second=round(self.images / max(self.train_seconds, 1e-9), 1),
+            seconds=round(state.seconds, 3),
+            images_per_second=round(state.images / max(state.train_seconds, 1e-9), 1),
             command=self.command or command_line(),
         )
 

@@ -200,7 +200,9 @@ class TaskFit(Learning):
         for step, (pixels, labels) in enumerate(self._batches("order", epoch)):
             if settings.lr_schedule == "cosine" or settings.warmup:
                 self._set_lr(epoch + step / steps)
-            tracking = self._matters(epoch * steps + step)
+            # Whether the step weighs anything in the final average of the input statistics.
+            last = (self.epochs - epoch) * steps - step <= settings.tracked_steps(self.net.momentum)
+            tracking = self.net.observer.tracks and (last or self.validation is not None)  # which may keep any epoch
             self.net.observer.track(tracking)
             outcome = self.executor(
                 self.step.kind(stage.trains, tracking, self.index),
@@ -227,7 +229,7 @@ class TaskFit(Learning):
         while len(self._under_way) > all_but:
             end_of, readings = self._under_way.popleft()
             self.listener.waiting(readings.copied.passed)
-            readings.copied.wait()
+            readings.read()
             accuracy = 100.0 * readings.right / readings.images
             end = end_of(loss=readings.loss, accuracy=accuracy, seconds=readings.seconds, images=readings.images)
             self._require_finite(end, readings)
@@ -247,12 +249,6 @@ class TaskFit(Learning):
             f"the loss of task {self.task.name!r} became {readings.loss}{ruined} in epoch {end.epoch + 1}{at} (stage "
             f"{end.stage!r}); try a learning rate below {end.lr:g}{weaker}"
         )
-
-    def _matters(self, step: int) -> bool:
-        """Whether a step weighs anything in the final average of the input statistics."""
-        left = self.epochs * self.steps_an_epoch - step
-        last = left <= self.settings.tracked_steps(self.net.momentum)
-        return self.net.observer.tracks and (last or self.validation is not None)  # which may keep any epoch
 
     # ---- statistics, and the end -----------------------------------------------------------------------------------
 

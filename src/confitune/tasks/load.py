@@ -14,7 +14,7 @@ from confitune.errors import DataError, UnreadableImageError
 from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet
 from confitune.tasks.datasets.folder import in_two_classes, read_folder
 from confitune.tasks.decode import CROP, Pipeline, Progress
-from confitune.tasks.names import DATASETS, READERS, Part, dataset_parts
+from confitune.tasks.names import DATASETS, Part, dataset_parts
 from confitune.tasks.sequence import TaskSequence
 from confitune.tasks.splits import class_order, cut_into_tasks
 from confitune.tasks.store import open_store
@@ -69,11 +69,12 @@ def load_tasks(
     data = Path(os.path.expanduser(data_dir or _home("DATA", "data")))
 
     def read(part: Part) -> TaskSequence:
-        if part.own:
+        info = part.info
+        if info.read is None:
             if order_seed or classes_per_task is not None:
                 raise DataError(f"{part.dataset} makes its tasks itself: leave order_seed and classes_per_task out")
             return part.call_own(normalise.mean, normalise.std, data)
-        images = READERS[part.info](Path(part.folder or data), download)
+        images = info.read(Path(part.folder or data), download)
         if pipelines[part.key].use_box and not all(file.box for file in images.files):
             raise DataError(
                 f"{part.dataset}: there are no bounding boxes to cut images to, as the pipeline 'published' "
@@ -81,7 +82,7 @@ def load_tasks(
             )
         number = len(images.classes)
         alone = number // 5 if number >= 10 else 2
-        usual = part.info.classes_per_task or (number if len(parts) > 1 and part.tasks is None else alone)
+        usual = info.classes_per_task or (number if len(parts) > 1 and part.tasks is None else alone)
         per_task = usual if classes_per_task is None else classes_per_task
         try:
             groups, left = cut_into_tasks(class_order(number, order_seed), per_task)

@@ -21,40 +21,33 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
 from confitune.errors import ConfituneError, DataError, DataMissingError
 from confitune.files import run_file
-from confitune.tasks.datasets.bundled import DIGITS, PHOTOS, read_digits, read_photos
-from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet
-from confitune.tasks.datasets.folder import FOLDER, read_folder
-from confitune.tasks.datasets.paper_sets import (
-    CALTECH101,
-    CIFAR100,
-    CUB200,
-    FLOWERS102,
-    read_caltech101,
-    read_cifar100,
-    read_cub200,
-    read_flowers102,
-)
+from confitune.tasks.datasets.bundled import read_digits, read_photos
+from confitune.tasks.datasets.dataset import DatasetInfo
+from confitune.tasks.datasets.folder import read_folder
+from confitune.tasks.datasets.paper_sets import read_caltech101, read_cifar100, read_cub200, read_flowers102
 from confitune.tasks.sequence import TaskSequence
 
-READERS: dict[DatasetInfo, Callable[[Path, bool], ImageSet]] = {  # called with the data folder, and whether to download
-    CIFAR100: read_cifar100,
-    CUB200: read_cub200,
-    CALTECH101: read_caltech101,
-    FLOWERS102: read_flowers102,
-    PHOTOS: lambda data_dir, download: read_photos(),
-    DIGITS: lambda data_dir, download: read_digits(),
-    FOLDER: lambda path, download: read_folder(path),
-}
-DATASETS: Mapping[str, DatasetInfo] = MappingProxyType({info.name: info for info in READERS})
+_of_paper = partial(DatasetInfo, pipelines=("clean", "published"), from_paper=True)
+_sets = (
+    _of_paper("cifar100", read_cifar100, tasks=20, classes_per_task=5, batch_size=128, epochs=10),
+    _of_paper("cub200", read_cub200, tasks=10, classes_per_task=20, batch_size=32, epochs=50),
+    _of_paper("caltech101", read_caltech101, tasks=10, classes_per_task=10, batch_size=32, epochs=20),
+    _of_paper("flowers102", read_flowers102, tasks=10, classes_per_task=10, batch_size=32, epochs=10),
+    DatasetInfo("photos", lambda *_: read_photos(), tasks=5, classes_per_task=4, batch_size=16, epochs=5),
+    DatasetInfo("digits", lambda *_: read_digits(), tasks=5, classes_per_task=2, batch_size=16, epochs=5),
+    DatasetInfo("folder", lambda path, _: read_folder(path), None, classes_per_task=None, batch_size=32, epochs=10),
+)
+DATASETS: Mapping[str, DatasetInfo] = MappingProxyType({info.name: info for info in _sets})
 FOLDER_PREFIX = "folder:"
 _ALL = (1, sys.maxsize)
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -92,11 +85,11 @@ class Part:
         if self.own:
             module = self._own_module()  # the function is not called yet
             batch_size, epochs = getattr(module, "BATCH_SIZE", 32), getattr(module, "EPOCHS", 10)
-            return DatasetInfo(self.dataset, None, None, batch_size, epochs)
+            return DatasetInfo(self.dataset, None, None, None, batch_size, epochs)
         if self.dataset in ("folder", FOLDER_PREFIX):
             raise DataError("a folder set needs its path: write folder:PATH")
         if self.folder:
-            return FOLDER
+            return DATASETS["folder"]
         if self.dataset in DATASETS:
             return DATASETS[self.dataset]
         near = difflib.get_close_matches(self.dataset.lower().partition(":")[0], DATASETS, n=1)

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, repeat
+from itertools import accumulate
 from typing import Any, overload
 from zlib import crc32
 
@@ -160,11 +160,34 @@ class TaskSequence(Sequence[Task]):
         for option, given in (("class_names", class_names), ("task_names", task_names)):
             if given is not None and len(given) != len(datasets):
                 raise DataError(f"{option} has {len(given)} entries for {len(datasets)} tasks; give one for each task")
-        names = task_names or [f"task{index + 1}" for index in range(len(datasets))]
-        tasks = [
-            _task_from_dataset(data, task, preprocess, test_share, seed, classes, progress)
-            for data, task, classes in zip(datasets, names, class_names or repeat(None), strict=False)
-        ]
+        tasks = []
+        for index, data in enumerate(datasets):
+            task = task_names[index] if task_names else f"task{index + 1}"
+            parts = (
+                data if isinstance(data, tuple) else (data,)
+            )  # only a tuple is a pair: a list may be a dataset itself
+            if len(parts) not in (1, 2):
+                raise DataError(
+                    f"task {task!r}: expected a dataset or a tuple (train, test), got {len(parts)} datasets"
+                )
+            read = [list(_items(part, task, progress)) for part in parts]
+            pixels = _stacked([image for items in read for image, _ in items], task)
+            labels = np.array([label for items in read for _, label in items], dtype=np.int64)
+            train_labels, test_labels = np.split(labels, [len(read[0])])
+            values = np.unique(train_labels)
+            if strangers := sorted(set(test_labels.tolist()) - set(values.tolist())):
+                raise DataError(f"task {task!r}: the test set has labels that the training set lacks: {strangers}")
+            classes = tuple(class_names[index]) if class_names is not None else _class_names(parts[0], values)
+            if len(classes) != len(values):
+                raise DataError(
+                    f"task {task!r} has {len(values)} labels {values.tolist()} but {len(classes)} class names"
+                )
+            found = np.searchsorted(values, labels)
+            splits = np.split(np.arange(len(found), dtype=np.int64), [len(train_labels)])
+            if len(parts) == 1:
+                splits = list(stratified_split(found, classes, test_share=test_share, seed=seed))
+            train, test = (Images(pixels, torch.from_numpy(rows), torch.from_numpy(found[rows])) for rows in splits)
+            tasks.append(Task(task, classes, train, test, preprocess))
         return cls(name=name, pipeline="own", tasks=tuple(tasks))
 
 
@@ -178,39 +201,6 @@ def _joined_images(parts: Sequence[Images], places: Sequence[Tensor]) -> Images:
         rows=torch.cat([part.rows + first_rows[id(part.pixels)] for part in parts]),
         labels=torch.cat([mine.to(part.labels)[part.labels] for part, mine in zip(parts, places, strict=True)]),
     )
-
-
-def _task_from_dataset(
-    data: Dataset[Any] | tuple[Dataset[Any], Dataset[Any]],
-    name: str,
-    preprocess: Preprocess,
-    test_share: float,
-    seed: int,
-    class_names: Sequence[str] | None,
-    progress: Progress | None,
-) -> Task:
-    """A task of one dataset, which is split, or of a pair (train, test)."""
-    parts = data if isinstance(data, tuple) else (data,)  # only a tuple is a pair: a list may well be a dataset itself
-    if len(parts) not in (1, 2):
-        raise DataError(f"task {name!r}: expected a dataset or a tuple (train, test), got {len(parts)} datasets")
-    read = [list(_items(part, name, progress)) for part in parts]
-    pixels = _stacked([image for items in read for image, _ in items], name)
-    labels = np.array([label for items in read for _, label in items], dtype=np.int64)
-    train_labels, test_labels = np.split(labels, [len(read[0])])
-    values = np.unique(train_labels)
-    if strangers := sorted(set(test_labels.tolist()) - set(values.tolist())):
-        raise DataError(f"task {name!r}: the test set has labels that the training set lacks: {strangers}")
-    classes = tuple(class_names) if class_names is not None else _class_names(parts[0], values)
-    if len(classes) != len(values):
-        raise DataError(f"task {name!r} has {len(values)} labels {values.tolist()} but {len(classes)} class names")
-    found = np.searchsorted(values, labels)
-    if len(parts) == 1:
-        splits = stratified_split(found, classes, test_share=test_share, seed=seed)
-    else:
-        rows = np.arange(len(found), dtype=np.int64)
-        splits = rows[: len(train_labels)], rows[len(train_labels) :]
-    train, test = (Images(pixels, torch.from_numpy(rows), torch.from_numpy(found[rows])) for rows in splits)
-    return Task(name, classes, train, test, preprocess)
 
 
 def _items(dataset: Any, task: str, progress: Progress | None) -> Iterator[tuple[Tensor, int]]:

@@ -223,7 +223,9 @@ def test_a_broken_off_run_goes_on(finished, values, tmp_path, monkeypatch):
             run_recipe(recipe, out, checkpoint_seconds=0)
     assert finished_runs(out) == {}
     begun, run = [], SequenceRun.run
-    monkeypatch.setattr(SequenceRun, "run", lambda self: (begun.append((self.method.name, self.task)), run(self))[1])
+    monkeypatch.setattr(
+        SequenceRun, "run", lambda self: (begun.append((self.method.name, self.state.task)), run(self))[1]
+    )
     results = run_recipe(recipe, out, resume=True)
     assert begun == [("finetune", 1), ("confit", 0)]  # the first task of finetune is not done again
     for result in results:

@@ -316,7 +316,7 @@ def started(monkeypatch):
     runs, run = [], SequenceRun.run
 
     def spy(self):
-        runs.append((self.method.options.strength, self.settings.seed, self.config.get("held_out")))
+        runs.append((self.method.options.strength, self.settings.seed, self.state.config.get("held_out")))
         return run(self)
 
     monkeypatch.setattr(SequenceRun, "run", spy)

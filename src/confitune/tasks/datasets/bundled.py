@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from confitune.errors import DataMissingError
-from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet
+from confitune.tasks.datasets.dataset import ImageSet
 from confitune.tasks.decode import Box, open_rgb
 from confitune.tasks.splits import stratified_split
 
@@ -29,8 +29,6 @@ PHOTOGRAPHS = {
     ),
     "sklearn/datasets/images": "china.jpg flower.jpg",
 }
-PHOTOS = DatasetInfo("photos", tasks=5, classes_per_task=4, batch_size=16, epochs=5, image_size=SIDE)
-DIGITS = DatasetInfo("digits", tasks=5, classes_per_task=2, batch_size=16, epochs=5, image_size=SIDE)
 
 
 def read_digits() -> ImageSet:

@@ -28,18 +28,13 @@ class DatasetInfo:
     """A dataset and the defaults for learning it."""
 
     name: str  # as given to `load_tasks`
+    read: Callable[[Path, bool], ImageSet] | None  # from the data folder, or download it; None: a user's own function
     tasks: int | None  # by default; None where that depends on the data
     classes_per_task: int | None  # likewise
     batch_size: int
     epochs: int  # of each task
-    image_size: int = 224  # side of the images that the network sees
     pipelines: tuple[str, ...] = ("clean",)  # preprocessing that there is, the default first
     from_paper: bool = False  # whether tasks, batch size and epochs are those of the ConFiT paper (sec. 4.1)
-
-    @classmethod
-    def of_paper(cls, name: str, tasks: int, classes_per_task: int, batch_size: int, epochs: int) -> DatasetInfo:
-        """One of the four datasets of the paper, which have the pipeline of the published code, too."""
-        return cls(name, tasks, classes_per_task, batch_size, epochs, pipelines=("clean", "published"), from_paper=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from confitune.errors import DataError, DataMissingError
-from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet
+from confitune.tasks.datasets.dataset import ImageSet
 from confitune.tasks.decode import is_image_name
 from confitune.tasks.splits import stratified_split
 from confitune.tasks.store import ImageFile
 
 LAYOUT = "A folder needs train/ and test/ with one folder of images per class in each, or such class folders directly"
-FOLDER = DatasetInfo("folder", tasks=None, classes_per_task=None, batch_size=32, epochs=10)
 
 
 def read_folder(path: Path, least: int = 2, without: frozenset[str] = frozenset()) -> ImageSet:

@@ -28,16 +28,11 @@ import torch
 from torchvision.datasets import Flowers102
 
 from confitune.errors import DataError
-from confitune.tasks.datasets.dataset import DatasetInfo, ImageSet, Remote, locate, unpack
+from confitune.tasks.datasets.dataset import ImageSet, Remote, locate, unpack
 from confitune.tasks.datasets.folder import read_folder
 from confitune.tasks.decode import CROP, RESIZE, Box, open_rgb
 from confitune.tasks.splits import stratified_split
 from confitune.tasks.store import ImageFile
-
-CIFAR100 = DatasetInfo.of_paper("cifar100", tasks=20, classes_per_task=5, batch_size=128, epochs=10)
-CUB200 = DatasetInfo.of_paper("cub200", tasks=10, classes_per_task=20, batch_size=32, epochs=50)
-CALTECH101 = DatasetInfo.of_paper("caltech101", tasks=10, classes_per_task=10, batch_size=32, epochs=20)
-FLOWERS102 = DatasetInfo.of_paper("flowers102", tasks=10, classes_per_task=10, batch_size=32, epochs=10)
 
 # ---- CIFAR100 ------------------------------------------------------------------------------------------------------
 
