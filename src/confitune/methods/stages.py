@@ -6,6 +6,7 @@ backbone), and parts such as 'calibrations'.
 
 from dataclasses import dataclass
 
+
 @dataclass(frozen=True)
 class Stage:
     """A run of epochs in which the same groups of parameters are trained."""

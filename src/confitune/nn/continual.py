@@ -7,7 +7,7 @@ task's row never changes: what has to follow the shared weights is worked out by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -65,6 +65,7 @@ class ContinualNet(nn.Module):
         self.backbone = backbone
         self.momentum = momentum
         self._parts = list(parts)
+        self._in_backbone = [part for part in parts if part.name != Head.name]  # a layer may be called 'head', too
         self.parts = nn.ModuleDict({part.name: part for part in parts})
         self.kinds = [part.kind for part in parts]  # with their options; a saved state must agree
         self.observer = Observer(backbone, [part for part in parts if part.input_means])
@@ -86,7 +87,7 @@ class ContinualNet(nn.Module):
     @property
     def numbers_per_task(self) -> int:
         """How many numbers a finished task that owns all parts keeps, without its head."""
-        return sum(tensor.numel() for part in self._beside_head() for tensor in part.live(True).values())
+        return sum(tensor.numel() for part in self._in_backbone for tensor in part.live(True).values())
 
     @property
     def head(self) -> Head:
@@ -281,12 +282,12 @@ class ContinualNet(nn.Module):
                 part.start_pretrained()
 
     @contextmanager
-    def as_pretrained(self, only: Sequence[str] | None = None) -> Iterator[None]:
-        """Within, the network is in evaluation mode, and parts (or only some) are pre-trained, whoever's they are."""
+    def as_pretrained(self, only: Sequence[str] | None = None, *, batch_moments: bool = False) -> Iterator[None]:
+        """Within, as in `evaluating`, and parts (or only some) are pre-trained, whoever's they are."""
         self._store()
         try:
             self.start_pretrained(only)
-            with self.evaluating():
+            with self.evaluating(batch_moments=batch_moments):
                 yield
         finally:
             if self._current is not None:
@@ -294,23 +295,20 @@ class ContinualNet(nn.Module):
             self._prepared = None
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within, the network is in evaluation mode and computes no gradients."""
+    def evaluating(self, *, batch_moments: bool = False) -> Iterator[None]:
+        """Within, the network is in evaluation mode and computes no gradients.
+
+        With `batch_moments` its batch norms use the moments of the batch all the same, and keep none.
+        """
         before = self.training
         self.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.observer.untracked() if batch_moments else nullcontext():
+                for norm in batch_norms(self.backbone) if batch_moments else ():
+                    norm.train()
                 yield
         finally:
             self.train(before)
-
-    @contextmanager
-    def at_batch_moments(self) -> Iterator[None]:
-        """Within, the network is in evaluation mode, but batch norms use the moments of the batch, and keep none."""
-        with self.evaluating(), self.observer.untracked():
-            for norm in batch_norms(self.backbone):
-                norm.train()
-            yield
 
     # ---- saving and loading ----------------------------------------------------------------------------------------
 
@@ -331,11 +329,11 @@ class ContinualNet(nn.Module):
 
     def shared_state_dict(self) -> dict[str, Tensor]:
         """What all tasks share: the backbone without what tasks own, and what is kept of pre-training."""
-        own = {key for part in self._beside_head() for key in part.live(False)}
+        own = {key for part in self._in_backbone for key in part.live(False)}
         own |= {f"{key.rpartition('.')[0]}.num_batches_tracked" for key in own}
         layers = self.backbone.state_dict()
         shared = {key: tensor for key, tensor in layers.items() if key not in own}
-        kept = [part.pretrained() for part in self._beside_head()]
+        kept = [part.pretrained() for part in self._in_backbone]
         return shared | {key: tensor for of in kept for key, tensor in of.items() if key in layers}
 
     @torch.no_grad()
@@ -384,7 +382,3 @@ class ContinualNet(nn.Module):
             self.observer.fold()
             self._bank.store(entry, finished, owns)
             entry.image_size = self.observer.image_size
-
-    def _beside_head(self) -> list[Part]:
-        """The parts in the backbone; the head's names may be those of its layers."""
-        return [part for part in self._parts if part is not self.head]
