@@ -7,7 +7,7 @@ is. The layers stay the stock ones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,6 @@ from confitune.nn.pairing import Flow
 from confitune.nn.parts.part import Part
 
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-AFFINE = ("weight", "bias")
 MOMENTS = ("running_var", "running_mean")
 
 
@@ -74,7 +73,7 @@ class Norms(Part):
             self.keep_pretrained_row()
 
     def live(self, finished: bool) -> dict[str, Tensor]:
-        fields = (AFFINE if self.affine else ()) + (MOMENTS if self.moments == "own" else ())
+        fields = (("weight", "bias") if self.affine else ()) + (MOMENTS if self.moments == "own" else ())
         return _tensors(self.layers, fields)
 
     def start(self, generator: torch.Generator | None) -> None:
@@ -139,12 +138,10 @@ class Moments(Part):
             away = (mean - norm.running_mean).square() / allowed
             found.append((ratio - 1 - ratio.log() + away).mean() / 2)
 
-        handles = [layer.register_forward_hook(measure) for layer in self.layers.values()]
-        try:
+        with ExitStack() as hooks:
+            for layer in self.layers.values():
+                hooks.enter_context(layer.register_forward_hook(measure))
             yield found
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _tensors(layers: Mapping[str, nn.Module], fields: tuple[str, ...]) -> dict[str, Tensor]:

@@ -82,7 +82,6 @@ class XconvNorms(Part):
         self.statistics = statistics
         self.norms = Norms()
         self.inputs: dict[str, InputMeans] = {}  # by the first convolution that reads the tensor
-        self.registered = nn.ModuleList()  # the same
         self.layers: dict[str, XconvLayer] = {}  # by the name of the batch norm
         self.pairs: dict[str, str] = {}  # batch norm -> the convolution before it
         self.fallbacks: dict[str, str] = {}  # batch norm -> why it keeps all its moments
@@ -123,6 +122,7 @@ class XconvNorms(Part):
             self.inputs[first].to(conv.weight)
             self.layers[name] = XconvLayer(norm, conv, call.geometry, self.inputs[first])
             self.pairs[name] = call.module
+        self.registered = nn.ModuleList(self.inputs.values())
 
     def _observing(self, conv: nn.Conv2d, norm: _BatchNorm) -> InputMeans:
         """Statistics of what a convolution reads, hooked to it; they move as those of its norm do."""
@@ -131,7 +131,6 @@ class XconvNorms(Part):
         assert norm.momentum is not None
         inputs = InputMeans(conv.in_channels, self.means, norm.momentum).train(conv.training)
         conv.register_forward_pre_hook(inputs.observe)
-        self.registered.append(inputs)
         return inputs
 
     def report(self) -> str:
