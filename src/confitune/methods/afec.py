@@ -72,8 +72,7 @@ class AFEC(Method):
             copy_into(self.anchor, shared_values(self._free))
 
     def pull(self) -> Pull | None:
-        pulls = self.index and self.options.strength
-        return Pull(self.anchor, self.weight, self.options.strength) if pulls else None
+        return Pull(self.anchor, self.weight, self.options.strength) if self.index and self.options.strength else None
 
     def state_dict(self) -> dict[str, Any]:
         free = self._saved

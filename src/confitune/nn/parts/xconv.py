@@ -100,7 +100,7 @@ class XconvNorms(Norms):
                 "(`confitune models` lists some) or another method: finetune, bn-only and linear-probe run on any"
             )
         super().attach(backbone, flow)
-        readers: dict[tuple[int, int], str] = {}  # of tensors: the first convolution of each
+        of_tensor: dict[tuple[int, int], InputMeans] = {}
         for name, norm in self.norms.items():
             if not isinstance(norm, _BatchNorm):
                 continue
@@ -114,12 +114,12 @@ class XconvNorms(Norms):
                 continue
             conv = backbone.get_submodule(call.module)
             assert isinstance(conv, nn.Conv2d)
-            first = readers.setdefault(call.reads, call.module)
-            if first not in self.inputs:
-                self.inputs[first] = self._observing(conv, norm)
-            self.inputs[first].add_reader(call.geometry)
-            self.inputs[first].to(conv.weight)
-            self.layers[name] = XconvLayer(norm, conv, call.geometry, self.inputs[first])
+            if call.reads not in of_tensor:
+                of_tensor[call.reads] = self.inputs[call.module] = self._observing(conv, norm)
+            inputs = of_tensor[call.reads]
+            inputs.add_reader(call.geometry)
+            inputs.to(conv.weight)
+            self.layers[name] = XconvLayer(norm, conv, call.geometry, inputs)
             self.pairs[name] = call.module
         self.registered = nn.ModuleList(self.inputs.values())
 
