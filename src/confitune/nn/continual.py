@@ -274,7 +274,6 @@ class ContinualNet(nn.Module):
         """Set the parts of the live task (or only some) to the pre-trained state, where that is kept."""
         for part in self._parts:
             if only is None or part.name in only:
-                part.restore({})
                 part.start_pretrained()
 
     @contextmanager

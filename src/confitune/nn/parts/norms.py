@@ -16,15 +16,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.errors import ConfituneError
 from confitune.nn.pairing import Flow
-from confitune.nn.parts.part import Part
+from confitune.nn.parts.part import Part, pack
 
-NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 MOMENTS = ("running_var", "running_mean")
 
 
 def norm_layers(backbone: nn.Module) -> dict[str, nn.Module]:
     """All normalisation layers, by name."""
-    return {name: module for name, module in backbone.named_modules() if isinstance(module, NORMS)}
+    kinds = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+    return {name: module for name, module in backbone.named_modules() if isinstance(module, kinds)}
 
 
 def batch_norms(backbone: nn.Module) -> list[_BatchNorm]:
@@ -70,7 +70,7 @@ class Norms(Part):
             what = f"{type(backbone).__name__} has no normalisation layer that a task could own"
             raise ConfituneError(f"{what}: choose another network, or a method such as finetune")
         if self.keep_pretrained:
-            self.keep_pretrained_row()
+            self.register_buffer("row", pack(self.live(False).values()))
 
     def live(self, finished: bool) -> dict[str, Tensor]:
         fields = (("weight", "bias") if self.affine else ()) + (MOMENTS if self.moments == "own" else ())
@@ -112,7 +112,7 @@ class Moments(Part):
 
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
         self.layers = {name: norm for name, norm in norm_layers(backbone).items() if isinstance(norm, _BatchNorm)}
-        self.keep_pretrained_row()
+        self.register_buffer("row", pack(self.live(False).values()))
 
     def live(self, finished: bool) -> dict[str, Tensor]:
         return _tensors(self.layers, MOMENTS)
