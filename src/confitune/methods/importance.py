@@ -5,6 +5,7 @@ in a random order: a batch of one class alone has a larger gradient than one of 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -82,17 +83,21 @@ def average(
     def loss_of_one(weights: Tensors, x: Tensor, label: Tensor) -> Tensor:
         return loss(net.head(functional_call(net.backbone, weights, (x[None],))), label[None])
 
+    def add_each(x: Tensor, targets: Targets) -> None:
+        for labels, shares in targets:
+            for name, gradients in gradients_of_each(shared_values(net), x, labels).items():
+                values = of_gradient(gradients)
+                if shares is not None:
+                    values = shares.view(-1, *(1,) * (values.dim() - 1)) * values
+                into[name] += values.sum(0)
+
     gradients_of_each = vmap(grad(loss_of_one), in_dims=(None, 0, 0))
     torch._foreach_zero_(sums)
-    with net.evaluating(), net.observer.untracked():
+    with net.evaluating(), net.observer.untracked() if mode == "train" else nullcontext():
         net.train(mode == "train")
         for x, labels in context.batches(BATCH):
-            for target, shares in targets(x, labels) if targets else ():
-                for name, gradients in gradients_of_each(shared_values(net), x, target).items():
-                    values = of_gradient(gradients)
-                    if shares is not None:
-                        values = shares.view(-1, *(1,) * (values.dim() - 1)) * values
-                    into[name] += values.sum(0)
-            if targets is None and (mode == "eval" or len(x) > 1):  # one image alone has no batch moments
+            if targets is not None:
+                add_each(x, targets(x, labels))
+            elif mode == "eval" or len(x) > 1:  # one image alone has no batch moments
                 context.captured(net, ("importance", mode, id(into), len(net.head.linear.bias)), add, x, labels)
     torch._foreach_div_(sums, context.images)
