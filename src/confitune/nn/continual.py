@@ -123,11 +123,12 @@ class ContinualNet(nn.Module):
 
     def set_task(self, name: str) -> None:
         """Make a task live; an unfinished task that was live is stored first."""
-        self._bank.entry(name)
+        entry = self._bank.entry(name)
         if name != self._bank.current:
             self._bank.store()
             self._bank.current = name
             self._bank.load()
+            self.observer.image_size = entry.image_size
 
     @torch.no_grad()
     def prepare(self, task: str | None = None) -> None:

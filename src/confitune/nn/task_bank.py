@@ -92,7 +92,6 @@ class TaskBank:
         if self.current is None:
             return
         entry = self.tasks[self.current]
-        self._observer.image_size = entry.image_size
         self._head.select(len(entry.classes))
         kept = self._named(entry)
         for name, part in self._parts.items():
