@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from confitune.methods.method import Method, Options
-from confitune.methods.stages import Stage, everything, hierarchical
+from confitune.methods.stages import Stage, hierarchical
 from confitune.nn import Head, Part, XconvNorms
 
 _PAPER = "Jie et al., CVPR Workshops 2022"
@@ -55,12 +55,14 @@ class Hierarchical(Method):
         return hierarchical(epochs)
 
 
-class FinetuneXconv(ConFiT):
+class FinetuneXconv(Method):
     """The second half."""
 
     name = "finetune-xconv"
     summary = "ablation of ConFiT: plain fine-tuning with Xconv BN"
     cost = "input means in the last steps of a task, recovery before testing"
+    reference = _PAPER
+    Options = XconvOptions
 
-    def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
-        return everything(epochs)
+    def parts(self) -> list[Part]:
+        return [XconvNorms(self.options.means, self.options.statistics), Head()]
