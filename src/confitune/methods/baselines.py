@@ -104,16 +104,19 @@ class BnOnly(Method):
         return head_then_norms(epochs)
 
 
-class FirstSession(BnOnly):
-    """The backbone adapts once, to the first task; later ones are learned as in `BnOnly`."""
+class FirstSession(Method):
+    """The backbone adapts once, to the first task."""
 
     name = "first-session"
     summary = "trains all weights in the first task, then only heads and norms; forgets nothing"
     cost = "nothing; no gradients for convolutions after the first task"
     reference = "Panos et al., ICCV 2023"
 
+    def parts(self) -> list[Part]:
+        return [Norms(), Head()]
+
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
-        return super().stages(epochs, index) if index else hierarchical(epochs)
+        return head_then_norms(epochs) if index else hierarchical(epochs)
 
 
 class LoraOptions(Options):

@@ -58,15 +58,15 @@ class Norms(Part):
         self.moments = moments
         self.start_from = start
         self.keep_pretrained = keep_pretrained or start == "pretrained"
-        self.norms: dict[str, nn.Module] = {}  # not registered: they are the backbone's
+        self.layers: dict[str, nn.Module] = {}  # not registered: they are the backbone's
 
     @property
     def kind(self) -> str:
         return f"Norms({'affine, ' if self.affine else ''}{self.moments} moments, from {self.start_from})"
 
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
-        self.norms = norm_layers(backbone)
-        if not self.norms:
+        self.layers = norm_layers(backbone)
+        if not self.layers:
             what = f"{type(backbone).__name__} has no normalisation layer that a task could own"
             raise ConfituneError(f"{what}: choose another network, or a method such as finetune")
         if self.keep_pretrained:
@@ -74,19 +74,19 @@ class Norms(Part):
 
     def live(self, finished: bool) -> dict[str, Tensor]:
         fields = (("weight", "bias") if self.affine else ()) + (MOMENTS if self.moments == "own" else ())
-        return _tensors(self.norms, fields)
+        return _tensors(self.layers, fields)
 
     def start(self, generator: torch.Generator | None) -> None:
         if self.start_from == "pretrained":
             self.start_pretrained()
 
     def offered(self) -> list[nn.Parameter]:
-        return [p for layer in self.norms.values() for p in layer.parameters(recurse=False)] if self.affine else []
+        return [p for layer in self.layers.values() for p in layer.parameters(recurse=False)] if self.affine else []
 
     def train(self, mode: bool = True) -> Norms:
         """As in torch; batch norms that keep the pre-trained moments stay in evaluation mode."""
         super().train(mode)
-        for layer in self.norms.values():
+        for layer in self.layers.values():
             if self.moments == "pretrained" and isinstance(layer, _BatchNorm):
                 layer.eval()
         return self

@@ -17,7 +17,7 @@ from confitune.nn.geometry import ConvGeometry, Means
 from confitune.nn.pairing import Flow
 from confitune.nn.parts.input_means import InputMeans, Statistics
 from confitune.nn.parts.norms import Norms, batch_norms
-from confitune.nn.parts.part import Facts
+from confitune.nn.parts.part import Facts, Part
 
 
 def recover_output_mean(weight: Tensor, bias: Tensor | None, window_means: Tensor, groups: int = 1) -> Tensor:
@@ -60,7 +60,7 @@ class XconvLayer:
         return recover_output_mean(self.conv.weight, self.conv.bias, means, self.conv.groups)
 
 
-class XconvNorms(Norms):
+class XconvNorms(Part):
     """Task-specific batch norms that recover their means.
 
     A batch norm that does not directly follow a plain convolution keeps all its moments; `fallbacks` says why.
@@ -80,6 +80,7 @@ class XconvNorms(Norms):
             raise ConfituneError(f"statistics={statistics!r} is not known; choose 'running' or 'pass'")
         self.means = means
         self.statistics = statistics
+        self.norms = Norms()
         self.inputs: dict[str, InputMeans] = {}  # by the first convolution that reads the tensor
         self.layers: dict[str, XconvLayer] = {}  # by the name of the batch norm
         self.pairs: dict[str, str] = {}  # batch norm -> the convolution before it
@@ -99,9 +100,9 @@ class XconvNorms(Norms):
                 f"{type(backbone).__name__} has no batch norm for ConFiT to correct. Choose a network with batch norm "
                 "(`confitune models` lists some) or another method: finetune, bn-only and linear-probe run on any"
             )
-        super().attach(backbone, flow)
+        self.norms.attach(backbone, flow)
         of_tensor: dict[tuple[int, int], InputMeans] = {}
-        for name, norm in self.norms.items():
+        for name, norm in self.norms.layers.items():
             if not isinstance(norm, _BatchNorm):
                 continue
             call, reason = flow.conv_before(name)
@@ -137,11 +138,11 @@ class XconvNorms(Norms):
         told = {name: f"after {conv}" for name, conv in self.pairs.items()}
         told |= {name: f"keeps its mean: {reason}" for name, reason in self.fallbacks.items()}
         first = f"{len(self.pairs)} of {len(told)} batch norms recover their mean ({self.means} means)"
-        return "\n".join([first, *(f"  {name}  {told[name]}" for name in self.norms if name in told)])
+        return "\n".join([first, *(f"  {name}  {told[name]}" for name in self.norms.layers if name in told)])
 
     def live(self, finished: bool) -> dict[str, Tensor]:
         recovered = {f"{name}.running_mean" for name in self.layers if finished}  # these are not kept
-        found = {key: tensor for key, tensor in super().live(finished).items() if key not in recovered}
+        found = {key: tensor for key, tensor in self.norms.live(finished).items() if key not in recovered}
         for conv, inputs in self.inputs.items():
             for number, table in enumerate(inputs.tables):
                 found[f"{conv}.input_means" + (f".{number}" if number else "")] = table
@@ -160,6 +161,9 @@ class XconvNorms(Norms):
         if changed := [name for name, layer in self.layers.items() if "forward" in vars(layer.conv)]:
             why = "another part changes the weight of the convolution before it, as Deltas does"
             raise ConfituneError(f"the mean of {changed[0]} cannot be recovered: {why}; use Norms, not XconvNorms")
+
+    def offered(self) -> list[nn.Parameter]:
+        return self.norms.offered()
 
     @torch.no_grad()
     def prepare(self) -> None:
