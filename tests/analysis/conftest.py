@@ -89,7 +89,7 @@ def same_state():
 
 @pytest.fixture
 def state_of():
-    return lambda net: copy.deepcopy((net.state_dict(), net._current, net.training))
+    return lambda net: copy.deepcopy((net.state_dict(), net._bank.current, net.training))
 
 
 @pytest.fixture

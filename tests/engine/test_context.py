@@ -131,7 +131,7 @@ def test_features_are_taken_in_batches_of_few_sizes(begun, monkeypatch):
     context.net.backbone.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     for at_once, expected in ((256, [48]), (20, [16] * 3), (40, [32] * 2)):
         monkeypatch.setattr("confitune.engine.context._AT_ONCE", at_once)
-        with context.net.at_batch_moments():
+        with context.net.evaluating(batch_moments=True):
             assert context.features().shape == (46, 16)
         assert sizes == expected
         sizes.clear()

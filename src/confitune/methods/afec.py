@@ -45,41 +45,34 @@ class AFEC(Method):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._free: ContinualNet | None = None
-        self._saved: dict[str, Any] | None = None  # of the copy that is never reset
-
-    def attach(self, net: ContinualNet, index: int) -> None:
-        super().attach(net, index)
-        if self._saved is not None:
-            self._free = copy.deepcopy(net)
-            self._free.load_state_dict(self._saved)
-            self._saved = None
+        self._free: ContinualNet | None = None  # the copy
+        self._saved: dict[str, Any] | None = None  # what it goes on from, after a checkpoint
 
     def begin_task(self, context: TaskContext) -> None:
-        if context.index and self.options.strength and self.options.form == "first":
-            if self._free is None:
-                self._free = copy.deepcopy(context.net)
-            else:  # in place: steps that were captured for it serve again
-                self._free.load_state_dict(context.net.state_dict())
-            context.train(self._free)
-            self._converge_to(self._free, context)
+        if self.options.form == "first" and context.index:
+            self._learn_freely(context)
 
     def begin_epoch(self, context: TaskContext, epoch: int) -> None:
-        if self.options.form != "alternating" or not self.options.strength:
+        if self.options.form == "alternating":
+            self._learn_freely(context, epoch)
+
+    def _learn_freely(self, context: TaskContext, only_epoch: int | None = None) -> None:
+        if not self.options.strength:
             return
         if self._free is None:
             self._free = copy.deepcopy(context.net)
-        context.train(self._free, only_epoch=epoch)
+        elif only_epoch is None:  # in place: steps that were captured for it serve again
+            self._saved = context.net.state_dict()
+        if self._saved is not None:
+            self._free.load_state_dict(self._saved)
+            self._saved = None
+        context.train(self._free, only_epoch)
         if context.index:
-            self._converge_to(self._free, context)
-
-    def _converge_to(self, free: ContinualNet, context: TaskContext) -> None:
-        fisher(context, self.options.fisher, self.options.mode, self.weight, free)
-        copy_into(self.anchor, shared_values(free))
+            fisher(context, self.options.fisher, self.options.mode, self.weight, self._free)
+            copy_into(self.anchor, shared_values(self._free))
 
     def pull(self) -> Pull | None:
-        pulls = self.index and self.options.strength
-        return Pull(self.anchor, self.weight, self.options.strength) if pulls else None
+        return Pull(self.anchor, self.weight, self.options.strength) if self.index and self.options.strength else None
 
     def state_dict(self) -> dict[str, Any]:
         free = self._saved

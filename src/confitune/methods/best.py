@@ -11,7 +11,6 @@ left out, the task gets the head.
 """
 
 from collections.abc import Hashable
-from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -106,11 +105,10 @@ class Best(Method):
     def _starts(self, context: TaskContext, own: bool) -> dict[str, float]:
         """Left-out losses of heads on the features that each start gives, with own moments or those of pre-training."""
         net = context.net
-        moments = net.at_batch_moments if own else nullcontext
-        with net.as_pretrained(), moments():
+        with net.as_pretrained(batch_moments=own):
             losses = {"pre-training": fit_head(context).loss if own else self._head(context).loss}
         if any("deltas" in entry.owns for entry in net.tasks.values() if entry.finished):
-            with net.as_pretrained(["moments"]), moments():
+            with net.as_pretrained(["moments"], batch_moments=own):
                 losses["the task before"] = fit_head(context).loss
         return losses
 

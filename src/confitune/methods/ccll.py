@@ -68,7 +68,7 @@ class Calibrations(Part):
     def __init__(self, start: Start = "random", group: int = 1) -> None:
         super().__init__()
         self.start_from, self.group = start, group
-        self.layers = nn.ModuleList()
+        self.layers: Any = nn.ModuleList()  # of `Calibration`
         self.names: list[str] = []  # of the batch norms that they stand around
 
     @property
@@ -86,13 +86,12 @@ class Calibrations(Part):
                 norm.register_forward_hook(layer.after)
 
     def live(self, finished: bool) -> dict[str, Tensor]:
-        layers: Any = zip(self.names, self.layers, strict=True)
-        found = ((name, key, tensor) for name, layer in layers for key, tensor in layer.state_dict().items())
-        return {f"{name}.calibration.{key}": tensor for name, key, tensor in found if "num_batches" not in key}
+        states = zip(self.names, (layer.state_dict() for layer in self.layers), strict=True)
+        found = {f"{name}.calibration.{key}": tensor for name, state in states for key, tensor in state.items()}
+        return {key: tensor for key, tensor in found.items() if "num_batches" not in key}
 
     def start(self, generator: torch.Generator | None) -> None:
         for layer in self.layers:
-            assert isinstance(layer, Calibration)
             layer.reset(generator)
 
     def offered(self) -> list[nn.Parameter]:

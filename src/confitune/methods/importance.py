@@ -4,8 +4,8 @@ Nothing of the network changes: batch norm is in evaluation mode, or its statist
 in a random order: a batch of one class alone has a larger gradient than one of all.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -22,6 +22,7 @@ BATCH = 20  # of the CPR code, on which the paper built; its strengths have a me
 
 FisherEstimator = Literal["batch", "exact", "sampled", "empirical"]
 Mode = Literal["eval", "train"]
+Targets = Sequence[tuple[Tensor, Tensor | None]]  # labels, each with its share of every image (None: the whole)
 
 
 def fisher(
@@ -30,22 +31,16 @@ def fisher(
     """The diagonal of the Fisher information of the shared weights, averaged over the task's training images.
 
     Args:
-        estimator: see `EwcOptions`; all but 'batch' square the gradient of each sample by itself.
-        mode: of batch norm; 'train' normalises by the moments of each batch (the CPR code).
-        into: where it goes; the same tensors each time, so that a captured pass serves every task.
+        estimator: see `EwcOptions`; all but 'batch' square the gradient of each image by itself.
         net: of which; default: the context's.
     """
     net = net or context.net
+    chance = torch.Generator().manual_seed(context.seed)
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(logits.float(), labels)
 
-    if estimator == "batch":
-        return _over_batches(context, net, mode, loss, lambda g: g.square().mul_(BATCH), into)
-    _require_eval(mode)
-    chance = torch.Generator().manual_seed(context.seed)
-
-    def targets(x: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+    def targets(x: Tensor, labels: Tensor) -> Targets:
         if estimator == "empirical":
             return [(labels, None)]
         shares = net(x).float().softmax(1)
@@ -53,85 +48,56 @@ def fisher(
             return [(torch.multinomial(shares.cpu(), 1, generator=chance)[:, 0].to(x.device), None)]
         return [(torch.full_like(labels, c), shares[:, c]) for c in range(shares.shape[1])]
 
-    return _per_sample(context, net, loss, Tensor.square, into, targets)
+    average(context, net, mode, loss, Tensor.square, into, None if estimator == "batch" else targets)
 
 
-def output_sensitivity(context: TaskContext, squared: bool, per_sample: bool, mode: Mode, into: Tensors) -> None:
-    """MAS: the mean absolute gradient of the norm of the current head's logits."""
-
-    def norm(logits: Tensor, labels: Tensor) -> Tensor:
-        logits = logits.float()
-        return (logits.square().sum(1) if squared else logits.norm(dim=1)).mean()
-
-    if not per_sample:
-        return _over_batches(context, context.net, mode, norm, lambda g: g.abs().mul_(BATCH), into)
-    _require_eval(mode)
-    return _per_sample(context, context.net, norm, Tensor.abs, into, lambda x, labels: [(labels, None)])
-
-
-def _require_eval(mode: Mode) -> None:
-    if mode == "train":
-        raise ConfituneError("per-sample gradients need batch norm in evaluation mode: with mode='train' use 'batch'")
-
-
-def _over_batches(
+@torch.no_grad()
+def average(
     context: TaskContext,
     net: ContinualNet,
     mode: Mode,
     loss: Callable[[Tensor, Tensor], Tensor],
     of_gradient: Callable[[Tensor], Tensor],
     into: Tensors,
+    targets: Callable[[Tensor, Tensor], Targets] | None = None,
 ) -> None:
-    found = net.shared_parameters()
+    """Average `of_gradient` of the gradients of a loss of logits and labels over the task's training images.
+
+    Args:
+        mode: of batch norm; 'train' normalises by the moments of each batch (the CPR code).
+        into: where it goes; the same tensors each time, so that a captured pass serves every task.
+        targets: for the gradient of each image by itself, summed over the labels that this gives for a batch; without,
+            gradients are of means over 20 images, and count 20 times.
+    """
+    if targets is not None and mode == "train":
+        raise ConfituneError("per-sample gradients need batch norm in evaluation mode: with mode='train' use 'batch'")
+    found, sums = net.shared_parameters(), list(into.values())
     parameters = [found[name] for name in into]
 
     def add(x: Tensor, labels: Tensor) -> None:
-        logits = net(x) if mode == "eval" else net.head(net.backbone(x))  # its task may be finished already
-        gradients = torch.autograd.grad(loss(logits, labels), parameters)
-        with torch.no_grad():
-            torch._foreach_add_(list(into.values()), [of_gradient(g) for g in gradients])
-
-    torch._foreach_zero_(list(into.values()))
-    with _measured(net, mode):
-        for x, labels in context.batches(BATCH):
-            if mode == "eval" or len(x) > 1:  # one image alone has no batch moments
-                context.captured(net, ("importance", mode, id(into), len(net.head.linear.bias)), add, x, labels)
-    torch._foreach_div_(list(into.values()), context.images)
-
-
-def _per_sample(
-    context: TaskContext,
-    net: ContinualNet,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    of_gradient: Callable[[Tensor], Tensor],
-    into: Tensors,
-    targets: Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor | None]]],
-) -> None:
-    """Sum over the labels that `targets` gives for a batch, each with its share of every image (None: the whole)."""
+        with torch.enable_grad():
+            logits = net(x) if mode == "eval" else net.head(net.backbone(x))  # its task may be finished already
+            gradients = torch.autograd.grad(loss(logits, labels), parameters)
+        torch._foreach_add_(sums, [of_gradient(g).mul_(BATCH) for g in gradients])
 
     def loss_of_one(weights: Tensors, x: Tensor, label: Tensor) -> Tensor:
         return loss(net.head(functional_call(net.backbone, weights, (x[None],))), label[None])
 
-    gradients_of = vmap(grad(loss_of_one), in_dims=(None, 0, 0))
-    torch._foreach_zero_(list(into.values()))
-    with net.evaluating():
+    def add_each(x: Tensor, targets: Targets) -> None:
+        for labels, shares in targets:
+            for name, gradients in gradients_of_each(shared_values(net), x, labels).items():
+                values = of_gradient(gradients)
+                if shares is not None:
+                    values = shares.view(-1, *(1,) * (values.dim() - 1)) * values
+                into[name] += values.sum(0)
+
+    gradients_of_each = vmap(grad(loss_of_one), in_dims=(None, 0, 0))
+    torch._foreach_zero_(sums)
+    with net.evaluating(), net.observer.untracked() if mode == "train" else nullcontext():
+        net.train(mode == "train")
         for x, labels in context.batches(BATCH):
-            for target, shares in targets(x, labels):
-                for name, gradients in gradients_of(shared_values(net), x, target).items():
-                    values = of_gradient(gradients)
-                    if shares is not None:
-                        values = shares.view(-1, *(1,) * (values.dim() - 1)) * values
-                    into[name] += values.sum(0)
-    torch._foreach_div_(list(into.values()), context.images)
-
-
-@contextmanager
-def _measured(net: ContinualNet, mode: Mode) -> Iterator[None]:
-    """Within, batch norm is in `mode`; afterwards the network is as it was, its statistics included."""
-    was_training = net.training
-    net.train(mode == "train")
-    try:
-        with net.observer.untracked() if mode == "train" else nullcontext():
-            yield
-    finally:
-        net.train(was_training)
+            if targets is not None:
+                add_each(x, targets(x, labels))
+            elif mode == "eval" or len(x) > 1:  # one image alone has no batch moments
+                context.captured(net, ("importance", mode, id(into), len(net.head.linear.bias)), add, x, labels)
+    torch._foreach_div_(sums, context.images)

@@ -21,7 +21,6 @@ class LinearFit:
     bias: Tensor  # [K]
     right: Tensor  # [N], whether the fit without an image's fold classifies it correctly
     loss: float  # mean cross-entropy of images in the fits without their folds
-    folds: Tensor  # [N], the fold of each image, on the CPU
 
 
 def fit_head(context: TaskContext) -> LinearFit:
@@ -99,7 +98,7 @@ def fit_linear(features: Tensor, labels: Tensor, classes: int, folds: Tensor) ->
     weight = along @ axes.T
     bias = -(along * means[0]).sum(1) / 2 - weight @ centre
     right = known & (left_out[ridge].argmax(1) == labels)
-    return LinearFit(weight.float(), bias.float(), right, float(losses[ridge, temperature]), folds)
+    return LinearFit(weight.float(), bias.float(), right, float(losses[ridge, temperature]))
 
 
 def _principal(x: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from typing import Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
-from confitune.methods.importance import Mode, output_sensitivity
+from confitune.methods.importance import Mode, average
 from confitune.methods.method import Method, Options, TaskContext
 from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, shared_values
 
@@ -48,8 +49,13 @@ class MAS(Method):
         return Pull(self.anchor, self.omega, self.options.strength) if self.index else None
 
     def end_task(self, context: TaskContext) -> None:
-        squared = self.options.output == "squared"
-        per_sample = self.options.gradients == "sample"
-        output_sensitivity(context, squared, per_sample, self.options.mode, self.new)
+        options = self.options
+
+        def length(logits: Tensor, labels: Tensor) -> Tensor:
+            logits = logits.float()
+            return (logits.square().sum(1) if options.output == "squared" else logits.norm(dim=1)).mean()
+
+        each = (lambda x, labels: [(labels, None)]) if options.gradients == "sample" else None
+        average(context, context.net, options.mode, length, Tensor.abs, self.new, each)
         torch._foreach_add_(list(self.omega.values()), [self.new[name] for name in self.omega])
         copy_into(self.anchor, shared_values(context.net))

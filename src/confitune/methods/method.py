@@ -164,11 +164,8 @@ class Method:
         self.index = index
         for field in (*self.kept, *self.running, *self.scratch):
             tensors: Tensors = getattr(self, field)
-            for name, parameter in net.shared_parameters().items():
-                if name in tensors:
-                    tensors[name] = tensors[name].to(parameter.device)
-                else:
-                    tensors[name] = torch.zeros_like(parameter)  # of the parameter's memory format
+            for name, p in net.shared_parameters().items():  # zeros are of the parameter's memory format
+                tensors[name] = tensors[name].to(p.device) if name in tensors else torch.zeros_like(p)
 
     def settle(self, context: TaskContext) -> bool:
         """Finish a new task without training it, and say so; asked before its first epoch."""

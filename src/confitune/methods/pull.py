@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from confitune.nn import ContinualNet
 
@@ -29,15 +29,14 @@ class Pull(NamedTuple):
 
         For no weight it is more than `most` times the distance.
         """
-        trained = trained_parameters(net)
-        if not trained:
+        names, values, gradients = trained(net)
+        if not names:
             return
-        change = torch._foreach_sub([p.detach() for p in trained.values()], of(self.anchor, trained))
-        weights = of(self.weight, trained)
+        change, weights = torch._foreach_sub(values, of(self.anchor, names)), of(self.weight, names)
         if most is not None:
             weights = list(torch._foreach_clamp_max(weights, most / self.slope))
         torch._foreach_mul_(change, weights)
-        torch._foreach_add_(gradients_of(trained), change, alpha=self.slope)
+        torch._foreach_add_(gradients, change, alpha=self.slope)
 
     def steepest(self) -> float:
         """The largest factor of a distance in its gradient."""
@@ -61,36 +60,31 @@ def copy_into(targets: Tensors, sources: Mapping[str, Tensor]) -> None:
     torch._foreach_copy_(list(targets.values()), of(sources, targets))
 
 
-def trained_parameters(net: ContinualNet) -> dict[str, nn.Parameter]:
-    """Shared parameters that have a gradient; what is frozen has none."""
-    return {name: p for name, p in net.shared_parameters().items() if p.grad is not None}
-
-
-def gradients_of(trained: Mapping[str, nn.Parameter]) -> list[Tensor]:
-    """Their gradients."""
-    return [p.grad for p in trained.values() if p.grad is not None]
-
-
 def of(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
     """Those of these names, in their order."""
     return [tensors[name] for name in names]
 
 
+def trained(net: ContinualNet) -> tuple[list[str], list[Tensor], list[Tensor]]:
+    """Names, values and gradients of the shared parameters that have a gradient; what is frozen has none."""
+    found = [(name, p.detach(), p.grad) for name, p in net.shared_parameters().items() if p.grad is not None]
+    return [name for name, _, _ in found], [value for _, value, _ in found], [gradient for _, _, gradient in found]
+
+
 @torch.no_grad()
 def keep_gradients(net: ContinualNet, into: Tensors) -> None:
     """Copy the gradients that there are."""
-    trained = trained_parameters(net)
-    if trained:
-        torch._foreach_copy_(of(into, trained), gradients_of(trained))
+    names, _, gradients = trained(net)
+    if names:
+        torch._foreach_copy_(of(into, names), gradients)
 
 
 @torch.no_grad()
 def moved(net: ContinualNet, previous: Tensors) -> Tensors:
     """How far a step moved each trained weight from `previous`, which then holds the weights of now."""
-    trained = trained_parameters(net)
-    if not trained:
+    names, now, _ = trained(net)
+    if not names:
         return {}
-    now = [p.detach() for p in trained.values()]
-    change = torch._foreach_sub(now, of(previous, trained))
-    torch._foreach_copy_(of(previous, trained), now)
-    return dict(zip(trained, change, strict=True))
+    change = torch._foreach_sub(now, of(previous, names))
+    torch._foreach_copy_(of(previous, names), now)
+    return dict(zip(names, change, strict=True))

@@ -6,10 +6,6 @@ backbone), and parts such as 'calibrations'.
 
 from dataclasses import dataclass
 
-HEAD = frozenset({"head"})
-HEAD_AND_NORMS = frozenset({"head", "norms"})
-EVERYTHING = frozenset({"head", "norms", "weights"})
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -22,7 +18,7 @@ class Stage:
 
 def everything(epochs: int) -> tuple[Stage, ...]:
     """Everything from the first epoch on."""
-    return (Stage("all", epochs, EVERYTHING),)
+    return _stages(0, 0, epochs)
 
 
 def hierarchical(epochs: int) -> tuple[Stage, ...]:
@@ -34,16 +30,12 @@ def hierarchical(epochs: int) -> tuple[Stage, ...]:
     [('head+norms', 2), ('all', 2)]
     """
     head, norms = epochs // 5, epochs // 2
-    return _without_empty(
-        Stage("head", head, HEAD),
-        Stage("head+norms", norms - head, HEAD_AND_NORMS),
-        Stage("all", epochs - norms, EVERYTHING),
-    )
+    return _stages(head, norms - head, epochs - norms)
 
 
 def head_only(epochs: int) -> tuple[Stage, ...]:
     """The head alone."""
-    return (Stage("head", epochs, HEAD),)
+    return _stages(epochs)
 
 
 def head_then_norms(epochs: int) -> tuple[Stage, ...]:
@@ -53,8 +45,14 @@ def head_then_norms(epochs: int) -> tuple[Stage, ...]:
     [('head', 2), ('head+norms', 8)]
     """
     head = epochs // 5
-    return _without_empty(Stage("head", head, HEAD), Stage("head+norms", epochs - head, HEAD_AND_NORMS))
+    return _stages(head, epochs - head)
 
 
-def _without_empty(*stages: Stage) -> tuple[Stage, ...]:
+def _stages(head: int, head_and_norms: int = 0, everything: int = 0) -> tuple[Stage, ...]:
+    """Those that have epochs."""
+    stages = (
+        Stage("head", head, frozenset({"head"})),
+        Stage("head+norms", head_and_norms, frozenset({"head", "norms"})),
+        Stage("all", everything, frozenset({"head", "norms", "weights"})),
+    )
     return tuple(stage for stage in stages if stage.epochs > 0)

@@ -7,7 +7,7 @@ task's row never changes: what has to follow the shared weights is worked out by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -65,13 +65,12 @@ class ContinualNet(nn.Module):
         self.backbone = backbone
         self.momentum = momentum
         self._parts = list(parts)
+        self._in_backbone = [part for part in parts if part.name != Head.name]  # a layer may be called 'head', too
         self.parts = nn.ModuleDict({part.name: part for part in parts})
         self.kinds = [part.kind for part in parts]  # with their options; a saved state must agree
         self.observer = Observer(backbone, [part for part in parts if part.input_means])
-        self._bank = TaskBank(parts, self.head)
+        self._bank = TaskBank(parts, self.head, self.observer)
         self.tasks: Mapping[str, TaskEntry] = self._bank.tasks  # in the order in which they were added
-        self._current: str | None = None
-        self._prepared: int | None = None  # the version of the weights for which the current task's parts are prepared
         self.train(self.training)
 
     # ---- tasks -----------------------------------------------------------------------------------------------------
@@ -79,14 +78,14 @@ class ContinualNet(nn.Module):
     @property
     def current_task(self) -> str:
         """The task that is live."""
-        if self._current is None:
+        if self._bank.current is None:
             raise ConfituneError("no task is live: add_task(name, classes), or set_task(name) where there are some")
-        return self._current
+        return self._bank.current
 
     @property
     def numbers_per_task(self) -> int:
         """How many numbers a finished task that owns all parts keeps, without its head."""
-        return sum(tensor.numel() for part in self._beside_head() for tensor in part.live(True).values())
+        return sum(tensor.numel() for part in self._in_backbone for tensor in part.live(True).values())
 
     @property
     def head(self) -> Head:
@@ -112,25 +111,24 @@ class ContinualNet(nn.Module):
         if self.tasks:
             more = [task for task, entry in self.tasks.items() if not entry.only_head]
             self.prepare((more or list(self.tasks))[-1])
-            self._store()
+            self._bank.store()
         self.observer.image_size = None
         self.head.select(len(names))
         for part in self._parts:
             part.restore({})
             part.start(generator)
         self._bank.tasks[name] = TaskEntry(names, torch.empty(0))
-        self._current, self._prepared = name, None
-        self._store()
+        self._bank.current, self._bank.prepared = name, None
+        self._bank.store()
 
     def set_task(self, name: str) -> None:
         """Make a task live; an unfinished task that was live is stored first."""
         entry = self._bank.entry(name)
-        if name == self._current:
-            return
-        self._store()
-        self._bank.load(entry)
-        self._current, self._prepared = name, None
-        self.observer.image_size = entry.image_size
+        if name != self._bank.current:
+            self._bank.store()
+            self._bank.current = name
+            self._bank.load()
+            self.observer.image_size = entry.image_size
 
     @torch.no_grad()
     def prepare(self, task: str | None = None) -> None:
@@ -141,11 +139,11 @@ class ContinualNet(nn.Module):
         self.set_task(task if task is not None else self.current_task)
         entry = self.tasks[self.current_task]
         version = sum(parameter._version for parameter in self.shared_parameters().values())
-        if entry.finished and self._prepared != version:
+        if entry.finished and self._bank.prepared != version:
             for part in self._parts:
                 if part.name in entry.owns:
                     part.prepare()
-            self._prepared = version
+            self._bank.prepared = version
 
     def finish_task(self, owns: Sequence[str] | None = None) -> None:
         """End the training of the current task and store its state for good; it is then ready for evaluation.
@@ -157,9 +155,9 @@ class ContinualNet(nn.Module):
         if self.tasks[name].finished:
             raise ConfituneError(f"task {name!r} is finished already")
         self.observer.require_batches(name)
-        self._store(finished=True, owns=owns)
+        self._bank.store(finished=True, owns=owns)
         if owns is not None:
-            self._bank.load(self.tasks[name])
+            self._bank.load()
         self.prepare(name)
 
     def reopen(self, name: str) -> None:
@@ -171,14 +169,14 @@ class ContinualNet(nn.Module):
         for part in self._parts:
             part.restore({})
         self.tasks[name].finished = False
-        self._store()
-        self._prepared = None
+        self._bank.store()
+        self._bank.prepared = None
 
     def drop_task(self, name: str) -> None:
         """Forget a task; the others stay as they are."""
         self._bank.entry(name)
-        if name == self._current:
-            self._current = None
+        if name == self._bank.current:
+            self._bank.current = None
         del self._bank.tasks[name]
         self.head.keep_only(len(entry.classes) for entry in self.tasks.values())
 
@@ -229,7 +227,7 @@ class ContinualNet(nn.Module):
         places = index.unique().tolist()
         if not places or not 0 <= places[0] <= places[-1] < len(tasks):
             raise ConfituneError(f"task indices run from 0 to {len(tasks) - 1}, got {places}")
-        current = self._current
+        current = self._bank.current
         most = max(len(self.tasks[tasks[place]].classes) for place in places)
         mixed = x.new_full((len(x), most), float("-inf"))
         for place in places:
@@ -261,7 +259,7 @@ class ContinualNet(nn.Module):
 
     def weights_moved(self) -> None:
         """Tell the network that weights changed where tensor versions do not show it, as in a replayed graph."""
-        self._prepared = None
+        self._bank.prepared = None
 
     def measure(self, batches: Iterable[Tensor], forward: Callable[[Tensor], object] | None = None) -> Tensor:
         """Measure the current task's statistics in a pass over `batches` with the current weights: `Observer.average`.
@@ -277,65 +275,56 @@ class ContinualNet(nn.Module):
         """Set the parts of the live task (or only some) to the pre-trained state, where that is kept."""
         for part in self._parts:
             if only is None or part.name in only:
-                part.restore({})
                 part.start_pretrained()
 
     @contextmanager
-    def as_pretrained(self, only: Sequence[str] | None = None) -> Iterator[None]:
-        """Within, the network is in evaluation mode, and parts (or only some) are pre-trained, whoever's they are."""
-        self._store()
+    def as_pretrained(self, only: Sequence[str] | None = None, *, batch_moments: bool = False) -> Iterator[None]:
+        """Within, as in `evaluating`, and parts (or only some) are pre-trained, whoever's they are."""
+        self._bank.store()
         try:
             self.start_pretrained(only)
-            with self.evaluating():
+            with self.evaluating(batch_moments=batch_moments):
                 yield
         finally:
-            if self._current is not None:
-                self._bank.load(self.tasks[self._current])
-            self._prepared = None
+            self._bank.load()
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within, the network is in evaluation mode and computes no gradients."""
+    def evaluating(self, *, batch_moments: bool = False) -> Iterator[None]:
+        """Within, the network is in evaluation mode and computes no gradients.
+
+        With `batch_moments` its batch norms use the moments of the batch all the same, and keep none.
+        """
         before = self.training
         self.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.observer.untracked() if batch_moments else nullcontext():
+                for norm in batch_norms(self.backbone) if batch_moments else ():
+                    norm.train()
                 yield
         finally:
             self.train(before)
-
-    @contextmanager
-    def at_batch_moments(self) -> Iterator[None]:
-        """Within, the network is in evaluation mode, but batch norms use the moments of the batch, and keep none."""
-        with self.evaluating(), self.observer.untracked():
-            for norm in batch_norms(self.backbone):
-                norm.train()
-            yield
 
     # ---- saving and loading ----------------------------------------------------------------------------------------
 
     def task_state_dict(self, name: str) -> dict[str, Tensor]:
         """Everything that is the task's own, by layer; the task's name is not part of the keys."""
-        entry = self._bank.entry(name)
-        if name == self._current:
-            self._store()
-        return self._bank.to_state(entry)
+        return self._bank.to_state(name)
 
     def load_task_state_dict(self, name: str, state: State, classes: Sequence[str] | None = None) -> None:
         """Put a task's state back, as a new task or over an existing one of that name, and make it current."""
         entry = self._bank.from_state(name, state, classes, next(self.backbone.parameters()))
-        if name == self._current:
-            self._current = None  # what was live is replaced, not stored
+        if name == self._bank.current:
+            self._bank.current = None  # what was live is replaced, not stored
         self._bank.tasks[name] = entry
         self.set_task(name)
 
     def shared_state_dict(self) -> dict[str, Tensor]:
         """What all tasks share: the backbone without what tasks own, and what is kept of pre-training."""
-        own = {key for part in self._beside_head() for key in part.live(False)}
+        own = {key for part in self._in_backbone for key in part.live(False)}
         own |= {f"{key.rpartition('.')[0]}.num_batches_tracked" for key in own}
         layers = self.backbone.state_dict()
         shared = {key: tensor for key, tensor in layers.items() if key not in own}
-        kept = [part.pretrained() for part in self._beside_head()]
+        kept = [part.pretrained() for part in self._in_backbone]
         return shared | {key: tensor for of in kept for key, tensor in of.items() if key in layers}
 
     @torch.no_grad()
@@ -348,15 +337,14 @@ class ContinualNet(nn.Module):
             raise ConfituneError(f"the shared weights are those of another network: {some}")
         for key, tensor in own.items():
             tensor.copy_(state[key])
-        self._prepared = None
-        if self._current is not None and self.tasks[self._current].finished:
-            self._bank.load(self.tasks[self._current])
+        if self._bank.current is not None and self.tasks[self._bank.current].finished:
+            self._bank.load()
 
     def get_extra_state(self) -> dict[str, Any]:
         """Tasks and their rows, so that `state_dict` holds all there is."""
         tasks = {name: dict(vars(entry)) for name, entry in self.tasks.items()}
         size = self.observer.image_size
-        return {"kinds": self.kinds, "current": self._current, "image_size": size, "tasks": tasks}
+        return {"kinds": self.kinds, "current": self._bank.current, "image_size": size, "tasks": tasks}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         if state["kinds"] != self.kinds:
@@ -365,26 +353,15 @@ class ContinualNet(nn.Module):
         self._bank.tasks.clear()
         for name, values in state["tasks"].items():
             self._bank.tasks[name] = TaskEntry(**{**values, "row": values["row"].to(device, copy=True)})
-        self._current, self._prepared = state["current"], None
+        self._bank.current, self._bank.prepared = state["current"], None
         self.observer.image_size = state["image_size"]
         self.head.keep_only(len(entry.classes) for entry in self.tasks.values())  # it may be from before a task
-        if self._current is not None:
-            self.head.select(len(self.tasks[self._current].classes))
+        if self._bank.current is not None:
+            self.head.select(len(self.tasks[self._bank.current].classes))
 
     def _apply(self, fn: Any, recurse: bool = True) -> ContinualNet:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for entry in self._bank.tasks.values():
             entry.row = fn(entry.row)
-        self._prepared = None
+        self._bank.prepared = None
         return self
-
-    def _store(self, finished: bool = False, owns: Sequence[str] | None = None) -> None:
-        """An unfinished task's row follows what is live; a finished one's never changes."""
-        if self._current is not None and not (entry := self.tasks[self._current]).finished:
-            self.observer.fold()
-            self._bank.store(entry, finished, owns)
-            entry.image_size = self.observer.image_size
-
-    def _beside_head(self) -> list[Part]:
-        """The parts in the backbone; the head's names may be those of its layers."""
-        return [part for part in self._parts if part is not self.head]

@@ -22,11 +22,7 @@ Seen = tuple[Size | None, tuple[tuple[Size | None, int], ...]]
 
 
 class Observer:
-    """Of one network, with the parts that take means of what convolutions read.
-
-    Their `statistics` say when: 'running' while training, as batch norm does (the paper), 'pass' in a pass with the
-    final weights.
-    """
+    """Of one network, with the parts that take means of what convolutions read; their `statistics` say when."""
 
     def __init__(self, backbone: nn.Module, parts: Sequence[Part]) -> None:
         self._backbone = backbone

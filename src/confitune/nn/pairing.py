@@ -93,26 +93,21 @@ def _trace(model: nn.Module, example: Tensor) -> Flow:
     alive: list[object] = []  # so that no identity is used twice
     planes: list[tuple[str, int]] = []  # that modules leave, in their order, and the sides of these
 
-    def left_conv(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        alive.append((args, output))
-        flow.convs += [ConvCall(name, _stamp(x), _stamp(output), _is_plain(module), _geometry(module)) for x in args]
-
-    def entered_norm(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        alive.append(args)
-        flow.norms += [(name, _stamp(x)) for x in args]
-
-    def left(name: str, module: nn.Module, args: object, output: object) -> None:
+    def left(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            made, plain, geometry = _stamp(output), _is_plain(module), _geometry(module)
+            flow.convs += [ConvCall(name, _stamp(x), made, plain, geometry) for x in args]
+            alive.append((args, output))
+        elif isinstance(module, _BatchNorm):
+            flow.norms += [(name, _stamp(x)) for x in args]
+            alive.append(args)
         if isinstance(output, Tensor) and output.dim() == 4 and output.shape[2] == output.shape[3] > 1:
             planes.append((name, output.shape[2]))
 
     blocks: set[str] = set()  # single convolutions beside them widen or narrow channels on the way to the next block
     for name, module in model.named_modules():
         module.register_forward_hook(partial(left, name))
-        if isinstance(module, (nn.Conv2d, nn.Linear)):
-            module.register_forward_hook(partial(left_conv, name))
-        elif isinstance(module, _BatchNorm):
-            module.register_forward_pre_hook(partial(entered_norm, name))
-        elif sum(isinstance(layer, (nn.Conv2d, nn.Linear)) for layer in module.modules()) > 1:
+        if sum(isinstance(layer, (nn.Conv2d, nn.Linear)) for layer in module.modules()) > 1:
             blocks.add(name)
     with torch.no_grad():
         output = model(example)

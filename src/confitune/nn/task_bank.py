@@ -12,6 +12,7 @@ from torch import Tensor
 
 from confitune.errors import ConfituneError
 from confitune.nn.geometry import Size
+from confitune.nn.observer import Observer
 from confitune.nn.parts.head import Head
 from confitune.nn.parts.part import Part, pack, unpack
 
@@ -48,11 +49,13 @@ class TaskStorage:
 
 
 class TaskBank:
-    """The rows of all tasks of a network with these parts, of which one is the head."""
+    """The rows of all tasks of a network with these parts, of which one is the head, and which task is live."""
 
-    def __init__(self, parts: Sequence[Part], head: Head) -> None:
-        self._parts, self._head = {part.name: part for part in parts}, head
+    def __init__(self, parts: Sequence[Part], head: Head, observer: Observer) -> None:
+        self._parts, self._head, self._observer = {part.name: part for part in parts}, head, observer
         self.tasks: dict[str, TaskEntry] = {}
+        self.current: str | None = None  # the task that is live
+        self.prepared: int | None = None  # the version of the weights for which its parts are prepared
 
     def entry(self, task: str) -> TaskEntry:
         """The entry of a task, or an error that names the tasks there are."""
@@ -70,17 +73,25 @@ class TaskBank:
         shapes = self._shapes(entry).items()
         return TaskStorage({part: sum(shape.numel() for shape in of.values()) for part, of in shapes})
 
-    def store(self, entry: TaskEntry, finished: bool, owns: Sequence[str] | None = None) -> None:
-        """Pack what is live into `entry`; of a task that owns only some parts, those."""
+    def store(self, finished: bool = False, owns: Sequence[str] | None = None) -> None:
+        """Pack what is live, or only some parts, into the current task's row; a finished one's never changes."""
+        if self.current is None or (entry := self.tasks[self.current]).finished:
+            return
+        self._observer.fold()
         entry.owns = tuple(name for name in self._parts if owns is None or name in owns)
         entry.finished = finished
+        entry.image_size = self._observer.image_size
         parts = [self._parts[name] for name in entry.owns]
         entry.row = pack(tensor for part in parts for tensor in part.live(finished).values())
         entry.facts = {key: fact for part in parts for key, fact in part.facts().items()}
 
     @torch.no_grad()
-    def load(self, entry: TaskEntry) -> None:
-        """Copy a task's row into the live tensors; parts that it does not own become those of pre-training."""
+    def load(self) -> None:
+        """Copy the current task's row into what is live; parts that it does not own become those of pre-training."""
+        self.prepared = None
+        if self.current is None:
+            return
+        entry = self.tasks[self.current]
         self._head.select(len(entry.classes))
         kept = self._named(entry)
         for name, part in self._parts.items():
@@ -96,8 +107,11 @@ class TaskBank:
 
     # ---- one task as named tensors ---------------------------------------------------------------------------------
 
-    def to_state(self, entry: TaskEntry) -> dict[str, Tensor]:
+    def to_state(self, name: str) -> dict[str, Tensor]:
         """Everything of a task; facts come along as small tensors of whole numbers."""
+        entry = self.entry(name)
+        if name == self.current:
+            self.store()
         state = {key: tensor.clone() for key, tensor in self._named(entry).items()}
         state |= {key: torch.tensor(fact) for key, fact in entry.facts.items()}
         state["image_size"] = torch.tensor(entry.image_size or (0, 0))

@@ -128,7 +128,7 @@ def test_pretrained_moments_never_move(backbone, learn):
     assert net.train().training
     assert not any(m.training for m in net.backbone.modules() if isinstance(m, nn.BatchNorm2d))
     net.measure([batch, batch])
-    with net.at_batch_moments():
+    with net.evaluating(batch_moments=True):
         net.features(batch)
     assert not any(m.training for m in net.backbone.modules() if isinstance(m, nn.BatchNorm2d))
     net.finish_task()
@@ -333,7 +333,7 @@ def test_batch_moments_are_used_and_not_kept(backbone, learn):
     learn(net, "a", 2, finish=False)
     before = {key: value.clone() for key, value in net.backbone.state_dict().items()}
     stock = copy.deepcopy(net.backbone).train()
-    with net.at_batch_moments():
+    with net.evaluating(batch_moments=True):
         found = net.features(X)
     with torch.no_grad():
         assert torch.equal(found, stock(X))

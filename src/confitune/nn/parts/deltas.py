@@ -56,12 +56,11 @@ class Deltas(Part):
 
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
         called = {call.module for call in flow.convs if call.direct_weight}
-        layers = {name: layer for name, layer in backbone.named_modules() if name in called}
-        sizes = {name: self._sizes(layer) for name, layer in layers.items()}
+        sizes = {name: self._sizes(layer) for name, layer in backbone.named_modules() if name in called}
         allowed = _MOST_NUMBERS // max(sum(map(sum, sizes.values())), 1)
         self.rank = self.asked_rank or min(max(allowed, 1), _MOST_RANK)
         for name, (outputs, *ours) in sizes.items():
-            layer = layers[name]
+            layer = backbone.get_submodule(name)
             weight = layer.get_parameter("weight")
             if self.rank * (outputs + sum(ours)) < weight.numel():
                 self.layers[name] = layer

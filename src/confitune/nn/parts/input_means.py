@@ -44,9 +44,8 @@ class InputMeans(nn.Module):
     def add_reader(self, geometry: ConvGeometry) -> None:
         """Keep what a convolution with this geometry needs; the same geometry (or stride, for phases) needs no more."""
         kept = self._kept(geometry)
-        shape = geometry.kernel if self.means == "window" else geometry.stride
         if kept not in self._geometries:
-            table = torch.zeros(self.channels, *shape)
+            table = torch.zeros(self.channels, *(kept.kernel if self.means == "window" else kept.stride))
             self.register_buffer(f"table{len(self._geometries)}", table, persistent=False)
             self._geometries.append(kept)
 

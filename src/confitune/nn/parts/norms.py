@@ -7,7 +7,7 @@ is. The layers stay the stock ones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -16,16 +16,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.errors import ConfituneError
 from confitune.nn.pairing import Flow
-from confitune.nn.parts.part import Part
+from confitune.nn.parts.part import Part, pack
 
-NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-AFFINE = ("weight", "bias")
 MOMENTS = ("running_var", "running_mean")
 
 
 def norm_layers(backbone: nn.Module) -> dict[str, nn.Module]:
     """All normalisation layers, by name."""
-    return {name: module for name, module in backbone.named_modules() if isinstance(module, NORMS)}
+    kinds = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+    return {name: module for name, module in backbone.named_modules() if isinstance(module, kinds)}
 
 
 def batch_norms(backbone: nn.Module) -> list[_BatchNorm]:
@@ -71,10 +70,10 @@ class Norms(Part):
             what = f"{type(backbone).__name__} has no normalisation layer that a task could own"
             raise ConfituneError(f"{what}: choose another network, or a method such as finetune")
         if self.keep_pretrained:
-            self.keep_pretrained_row()
+            self.register_buffer("row", pack(self.live(False).values()))
 
     def live(self, finished: bool) -> dict[str, Tensor]:
-        fields = (AFFINE if self.affine else ()) + (MOMENTS if self.moments == "own" else ())
+        fields = (("weight", "bias") if self.affine else ()) + (MOMENTS if self.moments == "own" else ())
         return _tensors(self.layers, fields)
 
     def start(self, generator: torch.Generator | None) -> None:
@@ -113,7 +112,7 @@ class Moments(Part):
 
     def attach(self, backbone: nn.Module, flow: Flow) -> None:
         self.layers = {name: norm for name, norm in norm_layers(backbone).items() if isinstance(norm, _BatchNorm)}
-        self.keep_pretrained_row()
+        self.register_buffer("row", pack(self.live(False).values()))
 
     def live(self, finished: bool) -> dict[str, Tensor]:
         return _tensors(self.layers, MOMENTS)
@@ -139,12 +138,10 @@ class Moments(Part):
             away = (mean - norm.running_mean).square() / allowed
             found.append((ratio - 1 - ratio.log() + away).mean() / 2)
 
-        handles = [layer.register_forward_hook(measure) for layer in self.layers.values()]
-        try:
+        with ExitStack() as hooks:
+            for layer in self.layers.values():
+                hooks.enter_context(layer.register_forward_hook(measure))
             yield found
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _tensors(layers: Mapping[str, nn.Module], fields: tuple[str, ...]) -> dict[str, Tensor]:

@@ -63,15 +63,12 @@ class Part(nn.Module):
     @torch.no_grad()
     def start_pretrained(self) -> None:
         """Set the live tensors to the pre-trained values, where these are kept."""
+        self.restore({})
         if pretrained := self.pretrained():
             torch._foreach_copy_(list(self.live(False).values()), list(pretrained.values()))
 
-    def keep_pretrained_row(self) -> None:
-        """Keep a copy of the live tensors, which are still pre-trained, for tasks that do not own this part."""
-        self.register_buffer("row", pack(self.live(False).values()))
-
     def pretrained(self) -> dict[str, Tensor]:
-        """The pre-trained values of the live tensors, if they are kept for tasks that do not own this part."""
+        """The pre-trained values of the live tensors, if a part keeps them, packed, for tasks that do not own it."""
         row = self._buffers.get("row")
         return {} if row is None else unpack(row, self.shapes(False, 0))
 

@@ -82,7 +82,6 @@ class XconvNorms(Part):
         self.statistics = statistics
         self.norms = Norms()
         self.inputs: dict[str, InputMeans] = {}  # by the first convolution that reads the tensor
-        self.registered = nn.ModuleList()  # the same
         self.layers: dict[str, XconvLayer] = {}  # by the name of the batch norm
         self.pairs: dict[str, str] = {}  # batch norm -> the convolution before it
         self.fallbacks: dict[str, str] = {}  # batch norm -> why it keeps all its moments
@@ -102,7 +101,7 @@ class XconvNorms(Part):
                 "(`confitune models` lists some) or another method: finetune, bn-only and linear-probe run on any"
             )
         self.norms.attach(backbone, flow)
-        readers: dict[tuple[int, int], str] = {}  # of tensors: the first convolution of each
+        of_tensor: dict[tuple[int, int], InputMeans] = {}
         for name, norm in self.norms.layers.items():
             if not isinstance(norm, _BatchNorm):
                 continue
@@ -116,13 +115,14 @@ class XconvNorms(Part):
                 continue
             conv = backbone.get_submodule(call.module)
             assert isinstance(conv, nn.Conv2d)
-            first = readers.setdefault(call.reads, call.module)
-            if first not in self.inputs:
-                self.inputs[first] = self._observing(conv, norm)
-            self.inputs[first].add_reader(call.geometry)
-            self.inputs[first].to(conv.weight)
-            self.layers[name] = XconvLayer(norm, conv, call.geometry, self.inputs[first])
+            if call.reads not in of_tensor:
+                of_tensor[call.reads] = self.inputs[call.module] = self._observing(conv, norm)
+            inputs = of_tensor[call.reads]
+            inputs.add_reader(call.geometry)
+            inputs.to(conv.weight)
+            self.layers[name] = XconvLayer(norm, conv, call.geometry, inputs)
             self.pairs[name] = call.module
+        self.registered = nn.ModuleList(self.inputs.values())
 
     def _observing(self, conv: nn.Conv2d, norm: _BatchNorm) -> InputMeans:
         """Statistics of what a convolution reads, hooked to it; they move as those of its norm do."""
@@ -131,7 +131,6 @@ class XconvNorms(Part):
         assert norm.momentum is not None
         inputs = InputMeans(conv.in_channels, self.means, norm.momentum).train(conv.training)
         conv.register_forward_pre_hook(inputs.observe)
-        self.registered.append(inputs)
         return inputs
 
     def report(self) -> str:
