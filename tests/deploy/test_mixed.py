@@ -166,14 +166,14 @@ def mixing():
 
     def mixing(path, **options):
         predictor = Predictor.from_bundle(path, device="cpu", **options)
-        load = predictor._load
+        load = predictor._tasks._load
 
         def load_mixing(bundle):
             load(bundle)
-            predictor._runners, predictor._mixed = None, predictor._mixes(bundle)
+            predictor._tasks._runners, predictor._tasks.mixed = None, predictor._tasks._mixes(bundle)
 
-        predictor._load = load_mixing
-        predictor._load(predictor.bundle)
+        predictor._tasks._load = load_mixing
+        predictor._tasks._load(predictor.bundle)
         return predictor
 
     return mixing
@@ -202,8 +202,8 @@ def test_a_predictor_that_mixes_answers_the_same(taught_once, mixing, pixels, re
     some = [*tasks[:4], None, None, None]
     for given, top in ((tasks, 9), (some, 9), ([None] * 7, 9), (tasks[:1] * 7, 1)):
         assert_same_answers(mixed.predict(pixels, given, top), plain.predict(pixels, given, top))
-    assert set(mixed._heads) == set(mixed._net.tasks) == set(mixed._mixed._rows) - {None}
-    assert 2 <= len(mixed._heads) <= ready
+    assert set(mixed._tasks._heads) == set(mixed._tasks.net.tasks) == set(mixed._tasks.mixed._rows) - {None}
+    assert 2 <= len(mixed._tasks._heads) <= ready
 
 
 def test_heads_read_what_the_guess_has_read(teach, tmp_path, mixing, pixels, monkeypatch):
@@ -213,10 +213,10 @@ def test_heads_read_what_the_guess_has_read(teach, tmp_path, mixing, pixels, mon
     plain, mixed = Predictor.from_bundle(tmp_path / "model", device="cpu"), mixing(tmp_path / "model")
     for tasks in (["reds", "greens", "blues", "greens", "reds", "blues", "blues"], [None] * 7):
         assert_same_answers(mixed.predict(pixels, tasks, 9), plain.predict(pixels, tasks, 9))
-    passes, forward = [], mixed._mixed._forward
-    mixed._mixed._forward = lambda x, rows: passes.append(rows.tolist()) or forward(x, rows)
+    passes, forward = [], mixed._tasks.mixed._forward
+    mixed._tasks.mixed._forward = lambda x, rows: passes.append(rows.tolist()) or forward(x, rows)
     answers = mixed.predict(pixels, [None] * 7)
-    pretrained, greens = mixed._mixed._rows[None], mixed._mixed._rows.get("greens")
+    pretrained, greens = mixed._tasks.mixed._rows[None], mixed._tasks.mixed._rows.get("greens")
     assert passes[0] == [pretrained] * 7
     assert all(set(rows) == {greens} for rows in passes[1:])
     assert len(passes) <= 2
@@ -247,7 +247,7 @@ def test_a_damaged_task_is_refused_and_guessed_without(taught, mixing, pixels):
 def test_outputs_that_are_not_finite_name_their_task(taught_once, mixing, pixels):
     mixed = mixing(taught_once[3])
     mixed.logits(pixels[:3], ["reds", "stripes", "greens"])
-    mixed._mixed._table[mixed._mixed._rows["stripes"]].fill_(torch.nan)
+    mixed._tasks.mixed._table[mixed._tasks.mixed._rows["stripes"]].fill_(torch.nan)
     with pytest.raises(BundleError, match="task 'stripes' gives NaN or infinite outputs"):
         mixed.logits(pixels[:3], ["reds", "stripes", "greens"])
 
@@ -256,7 +256,7 @@ def test_a_network_that_cannot_mix_is_noted_and_answers_task_by_task(teach, tmp_
     for task in ("reds", "stripes"):
         teach(task, tmp_path / "model", method="ccll")
     mixed = mixing(tmp_path / "model")
-    assert mixed._mixed is None
+    assert mixed._tasks.mixed is None
     assert "tasks own calibrations, which all images of a batch share. Images of several tasks" in caplog.text
     plain, tasks = Predictor.from_bundle(tmp_path / "model", device="cpu"), ["reds", "stripes", "reds"]
     assert_same_answers(mixed.predict(pixels[:3], tasks), plain.predict(pixels[:3], tasks))

@@ -140,31 +140,18 @@ def test_two_ready_tasks_answer_like_all(predictor, pixels, taught_once):
     ):
         batch = torch.cat([pixels[task][n % 8 : n % 8 + 1] for n, task in enumerate(tasks)])
         assert close(few.logits(batch, tasks), predictor.logits(batch, tasks))
-        assert 1 <= len(few._net.tasks) <= 2
-        assert set(few._net.tasks) == set(few._heads)
+        assert 1 <= len(few._tasks.net.tasks) <= 2
+        assert set(few._tasks.net.tasks) == set(few._tasks._heads)
     images = torch.cat([pixels[task][:2] for task in TASKS])
     assert guess(few, images) == guess(predictor, images)
-    assert len(few._net.tasks) == 2
+    assert len(few._tasks.net.tasks) == 2
     given = [*["reds", "stripes", "greens"] * 3, None, None, None]
     found, expected = few.predict(images, given), predictor.predict(images, given)
     assert [answer.task for answer in found] == [answer.task for answer in expected]
     assert [answer.classes[0][0] for answer in found if answer.classes] == [
         answer.classes[0][0] for answer in expected if answer.classes
     ]
-    assert len(few._net.tasks) == 2
-
-
-def test_the_task_used_longest_ago_makes_room(taught_once, pixels):
-    few = Predictor.from_bundle(taught_once[6], device="cpu", ready=2)
-    for task, held in (
-        ("reds", ["reds"]),
-        ("stripes", ["reds", "stripes"]),
-        ("reds", ["stripes", "reds"]),
-        ("greens", ["reds", "greens"]),
-        ("reds", ["greens", "reds"]),
-    ):
-        few.network_for(task)
-        assert list(few._heads) == held
+    assert len(few._tasks.net.tasks) == 2
 
 
 def test_at_least_one_task_is_ready(taught_once, pixels, predictor):
@@ -173,7 +160,7 @@ def test_at_least_one_task_is_ready(taught_once, pixels, predictor):
     one = Predictor.from_bundle(taught_once[6], device="cpu", ready=1)
     tasks = ["reds", "stripes", "reds"]
     assert close(one.logits(pixels["reds"][:3], tasks), predictor.logits(pixels["reds"][:3], tasks))
-    assert len(one._net.tasks) == 1
+    assert len(one._tasks.net.tasks) == 1
 
 
 def test_a_damaged_task_does_not_keep_others_from_answering(taught, pixels):
@@ -230,7 +217,7 @@ def test_the_leading_task_shares_out_its_probability(taught_once, pixels):
     guessed = predictor.predict(pixels["greens"], [None] * 8)
     assert sum(answer.task == "greens" for answer in guessed) >= 6
     given = predictor.predict(pixels["greens"], ["greens"] * 8)
-    space, features = predictor._space, predictor._features(predictor.preprocess(pixels["greens"]))
+    space, features = predictor._space, predictor._tasks.features(predictor.preprocess(pixels["greens"]))
     first = space.probabilities(features)[:, [name == "greens" for name, _ in predictor._classes]]
     for alone, among_all, shares in zip(given, guessed, first, strict=True):
         if among_all.task == "greens":
@@ -246,10 +233,10 @@ def test_a_guess_takes_two_passes_however_many_tasks_there_are(taught_once, pixe
     clear = [n for n, (task, share) in enumerate(guess(predictor, pixels["reds"])) if task == "reds" and share > 0.9]
     assert clear
     asked = []
-    logits = predictor._logits
+    logits = predictor._tasks.logits
     monkeypatch.setattr(
-        predictor,
-        "_logits",
+        predictor._tasks,
+        "logits",
         lambda images, tasks, *known: asked.append((len(images), *set(tasks))) or logits(images, tasks, *known),
     )
     predictor.predict(pixels["reds"][clear], [None] * len(clear))
@@ -266,7 +253,7 @@ def test_tasks_that_own_only_a_head_need_no_second_pass(teach, tmp_path, pixels,
     with torch.no_grad():
         expected = {task: predictor.network_for(task).eval()(x) for task in predictor.tasks}
     passes = []
-    predictor._net.backbone.register_forward_pre_hook(lambda *_: passes.append("network"))
+    predictor._tasks.net.backbone.register_forward_pre_hook(lambda *_: passes.append("network"))
     answers = predictor.predict(pixels["greens"], [None] * 8)
     assert passes == ["network"]
     assert sum(answer.task == "greens" for answer in answers) >= 6
@@ -274,7 +261,7 @@ def test_tasks_that_own_only_a_head_need_no_second_pass(teach, tmp_path, pixels,
         for task, logits in expected.items():
             found = torch.stack(predictor.logits(pixels["greens"], [task] * 8))
             torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
-    assert len(predictor._runners._made) == 1
+    assert len(predictor._tasks._runners._made) == 1
 
 
 def test_a_guess_among_some_tasks_is_of_these(taught_once, pixels):

@@ -129,11 +129,11 @@ def test_a_predictor_answers_the_same_ever_after(taught_once, runtime):
             assert dict(one.classes) == pytest.approx(dict(other.classes), abs=1e-4)
     expected = bundle.load_network(["stripes"]).eval()(predictor.preprocess(pixels), "stripes")
     torch.testing.assert_close(torch.stack(predictor.logits(pixels, ["stripes"] * 4)), expected, atol=1e-4, rtol=0)
-    assert len(predictor._runners._made) >= 3
+    assert len(predictor._tasks._runners._made) >= 3
 
 
 def test_a_frozen_backbone_is_held_once(teach, tmp_path):
     teach("reds", tmp_path / "model", method="best")
     predictor = Predictor.from_bundle(tmp_path / "model", device="cpu")
     predictor.predict(torch.zeros(1, 3, 224, 224, dtype=torch.uint8), [None])
-    assert predictor._pretrained is None
+    assert predictor._tasks._pretrained is None

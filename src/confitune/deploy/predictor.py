@@ -5,24 +5,20 @@ from __future__ import annotations
 import glob
 import io
 import logging
-import math
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import Tensor
 
 from confitune.deploy.bundle import Bundle, BundleError, TaskRecord
-from confitune.deploy.folding import Runners, folded, folded_pretrained
-from confitune.deploy.mixed import CannotMixError, MixedNet
+from confitune.deploy.ready_tasks import ReadyTasks
 from confitune.engine import TrainSettings
 from confitune.errors import ConfituneError
 from confitune.methods.gaussian import Answers, Gaussians
@@ -57,9 +53,6 @@ class Prediction:
 class Predictor:
     """A bundle ready to answer. Threads may share one: they decode in parallel and are answered one after the other.
 
-    On a CPU a task that is asked a second time gets a runner, see `folding.py`: making one takes longer than an answer.
-    On a GPU images of all tasks go through the network together, see `mixed.py`.
-
     Args:
         bundle: later changes on disk are seen after `renew`.
         device: 'auto', 'cpu', 'cuda', ...
@@ -69,22 +62,19 @@ class Predictor:
 
     Attributes:
         outdated: whether the bundle on disk has changed and cannot be used.
-        unreadable: tasks whose files are damaged or gone. A guess asks the pre-trained network alone for them.
     """
 
     def __init__(self, bundle: Bundle, *, device: str = "auto", ready: int = 256, unknown: bool = True) -> None:
         if ready < 1:
             raise BundleError(f"at least one task must be kept ready, got {ready}")
         self.name = bundle.path.name
-        self.ready = ready
         self.unknown = unknown
         self.device = TrainSettings(device=device).torch_device()
         self.outdated = False
         self._pipeline = Pipeline()
         self._lock = threading.RLock()
-        self._heads: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()  # of tasks in memory, used last at the end
         self._seen = bundle.stamp()
-        self._load(bundle)
+        self._tasks = ReadyTasks(bundle, self.device, ready)
         self._take(bundle)
 
     @classmethod
@@ -92,31 +82,17 @@ class Predictor:
         """The predictor of the bundle in a folder; options are those of the class."""
         return cls(Bundle.open(path), **options)
 
-    def _load(self, bundle: Bundle) -> None:
-        self._net = bundle.load_network().to(self.device).to(memory_format=torch.channels_last).eval()
-        self._pretrained: nn.Module | None = None  # once a task is to be guessed
-        self._keeps_pretrained = bundle.keeps_pretrained
-        self._runners = Runners(bundle.network.size) if self.device.type == "cpu" else None
-        self._heads.clear()
-        self._mixed = self._mixes(bundle) if self.device.type == "cuda" else None
-
-    def _mixes(self, bundle: Bundle) -> MixedNet | None:
-        """The network for images of several tasks at once, with room for some more classes than there are."""
-        image, classes = (3, bundle.network.size, bundle.network.size), 16 * math.ceil(_most_classes(bundle) / 16)
-        try:
-            # Two rows more: for no task, and for a task that is read before another one goes.
-            return MixedNet(self._net, image, self.ready + 2, classes)
-        except CannotMixError as error:
-            _log.warning("%s. Images of several tasks are answered task by task, which takes longer", error)
-            return None
-
     def _take(self, bundle: Bundle) -> None:
         self.bundle = bundle
         self.version = bundle.manifest.version
         self.preprocess = bundle.network.preprocess()
-        self.unreadable: set[str] = set()
         self._space: Gaussians | None = None  # once a task is to be guessed
         self._classes: list[tuple[str, str]] = []  # task and name of its classes
+
+    @property
+    def unreadable(self) -> set[str]:
+        """Tasks whose files are damaged or gone. A guess asks the pre-trained network alone for them."""
+        return self._tasks.unreadable
 
     @property
     def tasks(self) -> Mapping[str, TaskRecord]:
@@ -133,13 +109,7 @@ class Predictor:
                 bundle = Bundle.open(self.bundle.path)
                 if bundle.damage is not None:
                     raise BundleError(bundle.damage)
-                has_room = self._mixed is None or self._mixed.classes >= _most_classes(bundle)
-                if has_room and bundle.has_backbone_of(self.bundle):
-                    for task in list(self._heads):
-                        if task not in bundle.tasks or bundle.tasks[task].file != self.tasks[task].file:
-                            self._drop(task)
-                else:
-                    self._load(bundle)
+                self._tasks.follow(bundle)
             except ConfituneError as error:
                 _log.warning("%s; answers are those of %s as it was opened", error, self.bundle.path)
                 self.outdated = True
@@ -185,7 +155,7 @@ class Predictor:
     def logits(self, pixels: Tensor, tasks: Sequence[str]) -> list[Tensor]:
         """Logits of image n under `tasks[n]`."""
         with self._lock:
-            rows = self._together(pixels, tasks, self._logits)
+            rows = self._together(pixels, tasks, self._tasks.logits)
             return [row[: len(self.tasks[task].classes)] for row, task in zip(rows, tasks, strict=True)]
 
     @torch.no_grad()
@@ -196,7 +166,7 @@ class Predictor:
             raise DataError(f"{len(pixels)} images and {len(tasks)} tasks: give one task for each image, or None")
         groups: dict[Any, list[int]] = {}
         for n, task in enumerate(tasks):
-            groups.setdefault(task if self._mixed is None else task is None, []).append(n)
+            groups.setdefault(task if self._tasks.mixed is None else task is None, []).append(n)
         found: dict[int, Any] = {}
         for mine in groups.values():
             x = self.preprocess(pixels[mine].to(self.device))
@@ -205,7 +175,7 @@ class Predictor:
 
     def _of_tasks(self, x: Tensor, tasks: Sequence[str], top: int) -> list[Prediction]:
         """Answers where the tasks are given."""
-        logits = self._logits(x, tasks)
+        logits = self._tasks.logits(x, tasks)
         places = logits.topk(min(top, logits.shape[1])).indices
         shares = logits.softmax(1).gather(1, places)
         found = []
@@ -217,39 +187,6 @@ class Predictor:
             found.append(Prediction(task, None, named, self.version))
         return found
 
-    def _logits(self, x: Tensor, tasks: Sequence[str], pretrained: Tensor | None = None) -> Tensor:
-        """Of images under their tasks, on the CPU, padded with -inf. The tasks are one, unless images can be mixed.
-
-        A task that owns only a head reads their pre-trained features.
-        """
-        counts, task = torch.tensor([len(self.bundle.record(task).classes) for task in tasks]), tasks[0]
-        self._make_ready(task)
-        only_head = self._keeps_pretrained and self._net.tasks[task].only_head
-        if only_head and pretrained is not None:
-            rows = linear(pretrained, *self._heads[task])
-        elif self._mixed is not None:
-            rows = self._mixed_logits(self._mixed, x, tasks)
-        else:
-            rows = linear(self._features(x, None if only_head else task), *self._heads[task])
-        rows = rows.float().cpu()
-        wrong = (~rows.isfinite() & (torch.arange(rows.shape[1]) < counts[:, None])).any(1)
-        if wrong.any():
-            task = tasks[int(wrong.nonzero()[0])]
-            raise BundleError(f"task {task!r} gives NaN or infinite outputs: its training diverged")
-        return rows
-
-    def _mixed_logits(self, mixed: MixedNet, x: Tensor, tasks: Sequence[str]) -> Tensor:
-        """The same on the device, in pieces of no more tasks than are kept ready."""
-        names = list(dict.fromkeys(tasks))
-        rows = x.new_empty(len(x), mixed.classes)
-        for first in range(0, len(names), self.ready):
-            some = names[first : first + self.ready]
-            for task in some:
-                self._make_ready(task)
-            mine = [n for n, task in enumerate(tasks) if task in some]
-            rows[mine] = mixed(x[mine], [tasks[n] for n in mine])[1]
-        return rows
-
     def _guessed(self, x: Tensor, top: int, among: Sequence[str] | None) -> list[Prediction]:
         """Answers where the task is not given, in two passes however many tasks there are.
 
@@ -260,7 +197,7 @@ class Predictor:
         if self._space is None:
             self._space = self.bundle.label_space()
             self._classes = [(task, label) for task in self._space.tasks for label in self.tasks[task].classes]
-        space, features = self._space, self._features(x)
+        space, features = self._space, self._tasks.features(x)
         if features.shape[1] != space.means.shape[1]:
             raise BundleError(f"{self.bundle.path} keeps features of another network: name the task")
         for name in among or ():
@@ -294,17 +231,17 @@ class Predictor:
         """What the networks of tasks say of the images that they lead in; a mixed batch asks all of them at once."""
         at_once: dict[int, Tensor] = {}
         whole = leading & ~torch.tensor([self.tasks[name].only_head for name in names])[:, None]
-        if self._mixed is not None and whole.any():
+        if self._tasks.mixed is not None and whole.any():
             tasks, images = whole.nonzero(as_tuple=True)
             with suppress(BundleError):  # one is damaged: each is asked alone
-                mixed = self._logits(x[images], [names[task] for task in tasks])
+                mixed = self._tasks.logits(x[images], [names[task] for task in tasks])
                 at_once = {task: mixed[tasks == task] for task in tasks.unique().tolist()}
         for task in leading.any(1).nonzero().flatten().tolist():
             name, mine = names[task], leading[task]
             try:
                 rows = at_once.get(task)
                 if rows is None:
-                    rows = self._logits(x[mine], [name] * int(mine.sum()), features[mine])
+                    rows = self._tasks.logits(x[mine], [name] * int(mine.sum()), features[mine])
             except BundleError as error:
                 if self.bundle.stamp() != self._seen:
                     raise  # the file may be gone because there is a newer version
@@ -319,70 +256,10 @@ class Predictor:
         best = zip(places[order].tolist(), values.tolist(), strict=True)
         return tuple((*self._classes[place], share) for place, share in best)
 
-    def _features(self, x: Tensor, task: str | None = None) -> Tensor:
-        """Of images under the network of a task in memory, or (None) under the pre-trained one."""
-        if self._mixed is not None and task is None and self._keeps_pretrained:
-            if None not in self._mixed:
-                with self._net.as_pretrained():
-                    self._mixed.load(None, self._net)
-            return self._mixed(x, [None] * len(x))[0]
-        if self._runners is not None:
-            name = "pretrained" if task is None else self.tasks[task].file.sha256
-            if run := self._runners.find(name, partial(self._plain, task)):
-                self._pretrained = self._pretrained if task else None  # its weights are the runner's now
-                return run(x)
-        if task is not None:
-            self._net.set_task(task)
-            return self._net.features(x)
-        if not self._keeps_pretrained:
-            return cast(Tensor, self._plain(None)(x))
-        with self._net.as_pretrained():
-            return cast(Tensor, self._net.backbone(x))
-
-    def _plain(self, task: str | None) -> nn.Module:
-        """The network of a task, or the pre-trained one, as a module of its own: images to features."""
-        if task is not None:
-            return folded(self._net, task)[0]
-        if self._keeps_pretrained:
-            return folded_pretrained(self._net)
-        if self._pretrained is None:
-            self._pretrained = self.bundle.load_pretrained().to(self.device).to(memory_format=torch.channels_last)
-        return self._pretrained
-
     def network_for(self, task: str) -> ContinualNet:
         """The network, with this task in it and current; whoever uses it must be the only one."""
         with self._lock:
-            self._make_ready(task)
-            self._net.set_task(task)
-            return self._net
-
-    def _make_ready(self, task: str) -> None:
-        """Have a task in memory; the one that was used longest ago makes room."""
-        if task not in self._heads:
-            try:
-                self.bundle.load_task(self._net, task)
-            except BundleError:
-                self.unreadable.add(task)
-                raise
-            self.unreadable.discard(task)
-            head = self._net.head.linear
-            self._heads[task] = head.weight.detach().clone(), head.bias.detach().clone()
-            if self._mixed is not None:
-                self._net.prepare(task)
-                self._mixed.load(task, self._net)
-        self._heads.move_to_end(task)
-        if len(self._heads) > self.ready:
-            self._drop(next(iter(self._heads)))
-
-    def _drop(self, task: str) -> None:
-        del self._heads[task]
-        self._net.drop_task(task)
-        if self._mixed is not None:
-            self._mixed.drop(task)
-
-
-def _most_classes(bundle: Bundle) -> int:
-    return max((len(record.classes) for record in bundle.tasks.values()), default=1)
+            return self._tasks.network_for(task)
 
 
 def image_files(given: Sequence[str]) -> list[Path]:

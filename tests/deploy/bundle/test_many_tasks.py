@@ -121,9 +121,9 @@ def test_what_is_ready_is_bounded_and_answers_as_if_all_were(bundles):
     for n in [*order, *order[-2:], *order[:5]]:
         (found,), (expected,) = few.logits(pixels, [f"t{n}"]), all_of_them.logits(pixels, [f"t{n}"])
         assert torch.allclose(found, expected, atol=1e-5)
-        assert len(few._heads) == len(few._net.tasks) <= 3
-        assert len(few._net.head.linears) == len({len(entry.classes) for entry in few._net.tasks.values()})
-    assert len(all_of_them._net.tasks) == 40
+        assert len(few._tasks._heads) == len(few._tasks.net.tasks) <= 3
+        assert len(few._tasks.net.head.linears) == len({len(entry.classes) for entry in few._tasks.net.tasks.values()})
+    assert len(all_of_them._tasks.net.tasks) == 40
 
 
 def test_a_file_is_hashed_once(bundles, monkeypatch):
