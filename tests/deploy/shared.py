@@ -105,7 +105,7 @@ def known(classes: tuple[str, ...], accuracy: float | None, images: int, learned
     return TaskRecord.model_construct(classes=classes, accuracy=accuracy, images=images, learned=learned)
 
 
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     """Wait for something that another thread does."""
     end = time.monotonic() + seconds
     while not condition():

@@ -139,7 +139,7 @@ def test_an_interrupt_stops_all_runs_after_their_step(monkeypatch, runs):
     class Interrupted(threading.Thread):
         def join(self, timeout=None):
             if timeout is not None:
-                begun.wait(10)
+                begun.wait(60)
                 raise KeyboardInterrupt
             super().join()
 

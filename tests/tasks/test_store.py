@@ -249,7 +249,7 @@ def start(base: Path, name: str, mode: str) -> subprocess.Popen:
 
 def test_two_processes_at_once_decode_once(photos: Path, tmp_path: Path) -> None:
     children = [start(tmp_path, name, "race") for name in ("a", "b")]
-    results = [child.communicate(timeout=60) for child in children]
+    results = [child.communicate(timeout=240) for child in children]
     assert [child.returncode for child in children] == [0, 0], results
     (calls_a, sum_a), (calls_b, sum_b) = (out.split() for out, _ in results)
     assert sorted([int(calls_a), int(calls_b)]) == [0, 3]
@@ -259,7 +259,7 @@ def test_two_processes_at_once_decode_once(photos: Path, tmp_path: Path) -> None
 
 def test_a_killed_process_leaves_nothing_in_the_way(photos: Path, tmp_path: Path) -> None:
     child = start(tmp_path, "a", "die")
-    child.communicate(timeout=60)
+    child.communicate(timeout=240)
     assert child.returncode == -9
     assert len(list((tmp_path / "cache").glob("*.partial"))) == 1
     assert not list((tmp_path / "cache").glob("*.u8"))

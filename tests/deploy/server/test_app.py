@@ -43,7 +43,7 @@ class Fake:
 
     def predict(self, pixels, tasks, top=5):
         self.asked += len(pixels)
-        self.gate.wait(20)
+        self.gate.wait(120)
         return [Prediction("pets", None, (("cat", 1.0),), "1") for _ in pixels]
 """
 made = {}
@@ -52,7 +52,7 @@ Fake = made["Fake"]  # for this process, and as text for another one
 
 
 def post(address, images=1):
-    return httpx.post(f"{address}/v1/predict", files=[("images", ("a.png", b"x"))] * images, timeout=20)
+    return httpx.post(f"{address}/v1/predict", files=[("images", ("a.png", b"x"))] * images, timeout=120)
 
 
 def test_nothing_is_left_when_the_server_has_stopped():
@@ -74,7 +74,9 @@ def test_what_waits_when_the_server_is_stopped_is_answered_or_cut_off(seconds, o
         limits = Limits(shutdown_seconds=seconds, max_batch=2)
         address = running.enter_context(running_server(fake, limits=limits))
         answers = [pool.submit(post, address, 3) for _ in range(2)]
-        until(lambda: fake.asked and fake.asked + httpx.get(f"{address}/healthz").json()["queue_images"] == 6)
+        until(
+            lambda: fake.asked and fake.asked + httpx.get(f"{address}/healthz", timeout=60).json()["queue_images"] == 6
+        )
         if opens:
             threading.Timer(0.4, fake.gate.set).start()
         running.close()  # which without a limit would wait for the gate
@@ -156,7 +158,7 @@ def test_a_program_of_its_own():
             assert said.startswith("serving fake at http://127.0.0.1:")
             assert post(said.split()[3]).status_code == 200
             process.send_signal(signal.SIGINT)
-            rest, errors = process.communicate(timeout=20)
+            rest, errors = process.communicate(timeout=120)
         finally:
             process.kill()  # where one of these fails
     assert (rest, errors, process.returncode) == ("after\n", "", 0)

@@ -40,7 +40,7 @@ class Fake(FakePredictor):
     def predict(self, pixels, tasks, top=5):
         self.threads.add(threading.current_thread().name)
         self.batches.append([(int(image[0, 0, 0]), task) for image, task in zip(pixels, tasks, strict=True)])
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         if self.fails:
             raise self.fails
         return [
@@ -78,12 +78,12 @@ def files(*numbers):
 
 
 def best(answers):
-    return [answer.result(5).classes[0][0] for answer in answers]
+    return [answer.result(60).classes[0][0] for answer in answers]
 
 
 def test_a_request_is_answered_in_its_order_with_each_images_task(started, fake):
     answers = started(decoders=1).submit(files(7, 9, 8), ["pets", None, "birds"], 2)
-    found = [answer.result(5) for answer in answers]
+    found = [answer.result(60) for answer in answers]
     assert [(f.task, f.classes[0][0]) for f in found] == [("pets", "7-0"), (None, "9-0"), ("birds", "8-0")]
     assert fake.batches == [[(7, "pets"), (9, None), (8, "birds")]]
 
@@ -138,8 +138,8 @@ def test_what_has_waited_for_the_last_batch_does_not_wait_again(started, fake, m
 def test_everyone_gets_at_least_as_many_classes_as_they_asked_for(started, fake):
     batcher = started(max_batch=2, max_wait_ms=1000)
     few, many = batcher.submit(files(1), ["pets"], 1), batcher.submit(files(2), ["pets"], 7)
-    assert len(many[0].result(5).classes) == 7
-    assert len(few[0].result(5).classes) == 7  # the answer to the client is cut where it is written
+    assert len(many[0].result(60).classes) == 7
+    assert len(few[0].result(60).classes) == 7  # the answer to the client is cut where it is written
     assert len(fake.batches) == 1
 
 
@@ -166,11 +166,11 @@ def test_only_the_unreadable_image_fails_and_gives_its_place_back(started, fake)
     good, bad, worse = batcher.submit([("a", b"\x05"), ("b.jpg", b"bad"), ("c.jpg", b"worse")], ["pets"] * 3, 1)
     assert best([good]) == ["5-0"]
     with pytest.raises(Refusal, match=r"^cannot read the image b\.jpg: no$") as refused:
-        bad.result(5)
+        bad.result(60)
     assert (refused.value.status, refused.value.image) == (422, "b.jpg")
     # What a decoder says that was not meant for people stays here.
     with pytest.raises(Refusal, match=r"^cannot read the image c\.jpg: ZeroDivisionError$"):
-        worse.result(5)
+        worse.result(60)
     until(lambda: batcher.waiting == 0)
 
 
@@ -187,7 +187,7 @@ def test_a_failed_batch_fails_its_images_and_no_others(started, fake, error, rea
     fake.fails = error
     for answer in batcher.submit(files(1, 2), ["pets"] * 2, 1):
         with pytest.raises(Refusal) as refused:
-            answer.result(5)
+            answer.result(60)
         assert (refused.value.status, refused.value.detail) == (500, reason)
     until(lambda: batcher.healthy == healthy)
     fake.fails = None
@@ -210,7 +210,7 @@ def test_a_task_that_fails_or_is_gone_fails_alone(started, fake):
     assert best([answers[0], answers[3]]) == ["1-0", "4-0"]
     for answer, error in ((answers[1], "unreadable-task"), (answers[2], "unknown-task")):
         with pytest.raises(Refusal) as refused:
-            answer.result(5)
+            answer.result(60)
         assert refused.value.error == error
         assert "/srv" not in refused.value.detail
 
@@ -220,7 +220,7 @@ def test_too_few_predictions_fail_the_batch_rather_than_go_to_the_wrong_image(st
     batcher = started()
     fake.predict = lambda pixels, tasks, top: []
     with pytest.raises(Refusal, match="the prediction failed; the server's log"):
-        batcher.submit(files(1), ["pets"], 1)[0].result(5)
+        batcher.submit(files(1), ["pets"], 1)[0].result(60)
 
 
 def test_images_nobody_waits_for_are_neither_decoded_nor_predicted(started, fake):
@@ -253,7 +253,7 @@ def test_many_threads_at_once_get_their_own_answers(started, fake):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert wrong == []
     assert sum(map(len, fake.batches)) == 480
     assert max(map(len, fake.batches)) == 7
@@ -273,7 +273,7 @@ def png(width, height):
 def test_the_pixels_of_a_request_are_counted_before_they_are_decoded(started, fake):
     batcher = started(pixels=1_000_000, decoders=1)
     answers = batcher.submit([(str(n), png(600, 600)) for n in range(5)], ["pets"] * 5, 1)
-    found = [answer.exception(5) for answer in answers]
+    found = [answer.exception(60) for answer in answers]
     assert [error is None for error in found] == [True, True, False, False, False]
     assert {(error.status, error.error) for error in found[2:]} == {(413, "too-many-pixels")}
     assert fake.decoded == ["0", "1"]
@@ -287,12 +287,12 @@ def test_a_request_of_many_images_does_not_hold_up_another(started, fake):
 
     def decode(data, name):
         first.set()
-        assert go_on.wait(5)
+        assert go_on.wait(60)
         return real(data, name)
 
     fake.decode = decode
     many = batcher.submit(files(*range(1, 30)), ["pets"] * 29, 1)
-    assert first.wait(5)
+    assert first.wait(60)
     few = batcher.submit([("other", b"x")], ["pets"], 1)
     go_on.set()
     assert best(few)

@@ -25,7 +25,7 @@ def path(taught):
 @pytest.fixture
 def client(path):
     served = Predictor.from_bundle(path, device="cpu")
-    with running_server(served) as address, httpx.Client(base_url=address, timeout=30) as client:
+    with running_server(served) as address, httpx.Client(base_url=address, timeout=120) as client:
         yield client
 
 
@@ -143,7 +143,7 @@ def test_under_load_every_answer_is_that_of_the_version_it_names(kept, teach, ph
 
     def asking(seed):
         chance, end = random.Random(seed), len(steps) + 1
-        with httpx.Client(base_url=address, timeout=60) as client:
+        with httpx.Client(base_url=address, timeout=120) as client:
             while len(versions) < end:
                 number, task = chance.randrange(len(files)), chance.choice(["", "", "reds", "greens", "blues", "lawns"])
                 answer = client.post("/v1/predict", files=[("images", files[number])], data={"task": task, "top": 99})

@@ -41,7 +41,7 @@ class Sizes(FakePredictor):
 
     def predict(self, pixels, tasks, top=5):
         self.predicted += len(pixels)
-        assert self.gate.wait(20)
+        assert self.gate.wait(120)
         sizes = [int.from_bytes(bytes(image.flatten().tolist()), "big") for image in pixels]
         return [
             Prediction("pets", None, ((str(size), 1.0), *((n, 0.0) for n in self.tasks["pets"].classes)))
@@ -58,7 +58,10 @@ def sizes():
 
 @contextmanager
 def serving(predictor, **limits):
-    with running_server(predictor, limits=Limits(**limits)) as address, httpx.Client(base_url=address) as client:
+    with (
+        running_server(predictor, limits=Limits(**limits)) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
         yield client
         if isinstance(predictor, Sizes):
             predictor.gate.set()
@@ -175,7 +178,7 @@ def test_too_many_images(sizes):
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(sizes):
     with serving(sizes, images=2, queue_images=4, max_batch=1, max_wait_ms=0) as client, ThreadPoolExecutor(8) as pool:
         sizes.gate.clear()
-        ask = lambda size: pool.submit(works, httpx.Client(base_url=client.base_url), size)  # noqa: E731
+        ask = lambda size: pool.submit(works, httpx.Client(base_url=client.base_url, timeout=60), size)  # noqa: E731
         running = ask(1)
         until(lambda: sizes.predicted == 1)
         waiting = [ask(size) for size in (2, 3, 4, 5)]
@@ -241,7 +244,7 @@ def test_an_answer_that_takes_too_long_is_a_504(sizes):
 def test_the_other_images_of_a_request_that_failed_are_not_predicted(sizes):
     with serving(sizes, max_batch=1, max_wait_ms=0) as client, ThreadPoolExecutor(1) as pool:
         sizes.gate.clear()
-        running = pool.submit(works, httpx.Client(base_url=client.base_url))
+        running = pool.submit(works, httpx.Client(base_url=client.base_url, timeout=60))
         until(lambda: sizes.predicted == 1)
         answer = client.post("/v1/predict", files=[("images", ("a", b"x"))] * 5 + [("images", ("b", b"bad"))])
         assert answer.status_code == 422
@@ -377,7 +380,7 @@ def test_idle_connections_make_room_for_who_asks(sizes):
     with serving(sizes, connections=5) as client, ExitStack() as stack:
         idle = [stack.enter_context(connected(client)) for _ in range(80)]  # more than are kept for health
         for _ in range(3):
-            with httpx.Client(base_url=client.base_url) as newcomer:
+            with httpx.Client(base_url=client.base_url, timeout=60) as newcomer:
                 assert works(newcomer)
                 assert newcomer.get("/healthz").status_code == 200
         assert everything(idle[0]) == b""
@@ -389,7 +392,7 @@ def test_busy_connections_are_bounded(sizes, monkeypatch):
         busy = [stack.enter_context(connected(client)) for _ in range(3)]
         for connection in busy:  # requests whose bodies do not come
             connection.sendall(head(1000))
-        with httpx.Client(base_url=client.base_url) as newcomer:
+        with httpx.Client(base_url=client.base_url, timeout=60) as newcomer:
             until(lambda: newcomer.get("/v1/tasks").status_code == 503)
         for _ in range(2):
             connection = stack.enter_context(connected(client))
@@ -406,7 +409,7 @@ def test_health_is_told_when_every_connection_is_busy(sizes):
         for _ in range(4):  # requests whose bodies do not come
             connection = stack.enter_context(connected(client))
             connection.sendall(head(1000))
-        with httpx.Client(base_url=client.base_url) as newcomer:
+        with httpx.Client(base_url=client.base_url, timeout=60) as newcomer:
             until(lambda: newcomer.get("/v1/tasks").status_code == 503)
             assert newcomer.get("/healthz").status_code == 200
 

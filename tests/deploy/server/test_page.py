@@ -46,7 +46,7 @@ class Colours(FakePredictor):
 
     def predict(self, pixels, tasks, top=5):
         self.asked.set()
-        assert self.gate.wait(20)
+        assert self.gate.wait(120)
         return [self.answer(image.float().mean((1, 2)), task) for image, task in zip(pixels, tasks, strict=True)]
 
     def answer(self, channels, task):
@@ -273,16 +273,16 @@ def test_a_busy_server_and_one_that_is_gone_are_explained_and_can_be_asked_again
         page = opened(at=address)
         server.callback(colours.gate.set)
         for _ in range(2):  # the first is in the network when the second comes, which waits in the queue
-            pool.submit(httpx.post, f"{address}/v1/predict", files={"images": RED}, timeout=20)
-            assert colours.asked.wait(5)
-        until(lambda: httpx.get(f"{address}/healthz").json()["queue_images"] == 1)
+            pool.submit(httpx.post, f"{address}/v1/predict", files={"images": RED}, timeout=120)
+            assert colours.asked.wait(60)
+        until(lambda: httpx.get(f"{address}/healthz", timeout=60).json()["queue_images"] == 1)
         page.locator("#file").set_input_files(upload("red.png", RED))
         alert = page.get_by_role("alert")
         sync_api.expect(alert.locator("h2")).to_have_text("The server is busy")
         words = "1 images are waiting, and the queue takes 1: try again later. It may go better in 1 second."
         assert alert.locator("p").text_content() == words
         colours.gate.set()
-        until(lambda: httpx.get(f"{address}/healthz").json()["queue_images"] == 0)
+        until(lambda: httpx.get(f"{address}/healthz", timeout=60).json()["queue_images"] == 0)
         alert.get_by_role("button", name="Try again").press("Enter")
         assert classes(page)[0] == ("cat", "75.0 %")
         server.close()

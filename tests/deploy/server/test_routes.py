@@ -43,7 +43,7 @@ class Colours(FakePredictor):
 
     def predict(self, pixels, tasks, top=5):
         self.batches.append(list(tasks))
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         if self.fails:
             raise self.fails
         return [self.answer(image.float().mean((1, 2)), task, top) for image, task in zip(pixels, tasks, strict=True)]
@@ -77,7 +77,10 @@ def colours():
 @pytest.fixture
 def client(colours):
     """A client of a running server."""
-    with running_server(colours, limits=Limits(max_batch=8)) as address, httpx.Client(base_url=address) as client:
+    with (
+        running_server(colours, limits=Limits(max_batch=8)) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
         yield client
         colours.gate.set()
 
@@ -216,7 +219,7 @@ BAD = [
 
 @pytest.fixture(scope="module")
 def shared_client():
-    with running_server(Colours()) as address, httpx.Client(base_url=address) as client:
+    with running_server(Colours()) as address, httpx.Client(base_url=address, timeout=60) as client:
         yield client
 
 

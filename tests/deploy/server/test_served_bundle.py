@@ -27,7 +27,10 @@ def predictor(taught_once):
 @pytest.fixture(scope="module")
 def client(taught_once):
     own = Predictor.from_bundle(taught_once[3], device="cpu")  # the server is its only user
-    with running_server(own, limits=Limits(max_batch=8)) as address, httpx.Client(base_url=address) as client:
+    with (
+        running_server(own, limits=Limits(max_batch=8)) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
         yield client
 
 
@@ -48,7 +51,7 @@ def test_the_server_says_what_the_predictor_says(client, predictor, pictures):
         order = [(n * 5 + shift) % len(cases) for n in range(len(cases))]
         sent = [("images", (str(n), cases[n][0])) for n in order]
         data = {"task": [cases[n][2] or "" for n in order]}
-        with httpx.Client(base_url=client.base_url, timeout=30) as own:
+        with httpx.Client(base_url=client.base_url, timeout=120) as own:
             return own.post("/v1/predict", files=sent, data=data).json()["predictions"]
 
     with ThreadPoolExecutor(4) as pool:
@@ -103,7 +106,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_image_is_refused_with_its_name_and_a_reason(client, name):
-    answer = client.post("/v1/predict", files={"images": ("evil.png", HOSTILE[name])}, timeout=20)
+    answer = client.post("/v1/predict", files={"images": ("evil.png", HOSTILE[name])}, timeout=120)
     assert (answer.status_code, answer.json()["error"]) == (422, "unreadable-image")
     assert answer.json()["image"] == "evil.png"
     assert "evil.png" in answer.json()["detail"]

@@ -110,7 +110,7 @@ def rows(path):
     return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(path.open(newline=""))]
 
 
-def wait_until(true, seconds=90):
+def wait_until(true, seconds=300):
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until, "this never happened"
