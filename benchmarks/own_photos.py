@@ -2,7 +2,7 @@
 network for every task, plainly fine-tuned.
 
     python benchmarks/own_photos.py --photos photos --new new    # a folder for every task, folders of classes in it
-    python benchmarks/own_photos.py --dataset flowers102 --data-dir data --per-class 20
+    python benchmarks/own_photos.py --dataset flowers102 --data-dir data --per-class 10 20 40
 
 Tasks are learned one after the other, as `confitune learn` does it with its defaults, in the order given and in the
 reverse. Of folders all three use the same training images (a fifth is held out, as `learn` does) and are tested on the
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--new", type=Path, help="the same folders with photos to test on")
     parser.add_argument("--dataset", help="instead of folders")
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--per-class", type=int, help="training images of a class; default: all")
+    parser.add_argument("--per-class", type=int, nargs="*", help="training images of a class, in turn; default: all")
     parser.add_argument("--classes-per-task", type=int, default=5, help="of a dataset")
     parser.add_argument("--tasks", type=int, help="only the first so many")
     parser.add_argument("--model", default="tf_efficientnet_lite0")
@@ -57,26 +57,28 @@ def main() -> None:
     options = parser.parse_args()
     device = TrainSettings(device=options.device).torch_device()
     backbone = create_backbone(options.model, options.weights)
-    tasks = place(TaskSequence("own photos", "clean", tuple(the_tasks(options, backbone))), device).tasks
     candidates = () if options.no_candidates else _CANDIDATES
     names = ("regression", "fine-tuned", "best", *(f"best, {owns}" for owns in candidates))
-    scores: dict[str, Scores] = {name: {task.name: [] for task in tasks} for name in names}
+    scores: dict[str, Scores] = {name: {} for name in names}
     chosen: list[dict[str, Any]] = []
-    for task in tasks:
-        scores["regression"][task.name].append(regression(backbone, task, device))
-        for seed in range(options.seeds):
-            scores["fine-tuned"][task.name].append(fine_tuned(backbone, task, device, seed))
-    runs = [(order, seed) for order in (tasks, tasks[::-1])[: options.orders] for seed in range(options.seeds)]
-    began = time.perf_counter()
-    for name, accuracy, choice in learned(backbone, runs, options.device):
-        scores["best"][name].append(accuracy)
-        chosen.append({"task": name, **choice})
-    seconds = (time.perf_counter() - began) / (len(runs) * len(tasks))
-    for owns in candidates:
-        for name, accuracy, _ in learned(backbone, runs, options.device, owns):
-            scores[f"best, {owns}"][name].append(accuracy)
+    seconds = []
+    for per_class in options.per_class or [None]:
+        tasks = place(TaskSequence("own photos", "clean", tuple(the_tasks(options, backbone, per_class))), device).tasks
+        for task in tasks:
+            scores["regression"][task.name] = [regression(backbone, task, device)]
+            seeds = range(options.seeds)
+            scores["fine-tuned"][task.name] = [fine_tuned(backbone, task, device, seed) for seed in seeds]
+        runs = [(order, seed) for order in (tasks, tasks[::-1])[: options.orders] for seed in range(options.seeds)]
+        for owns in ("chosen", *candidates):
+            began = time.perf_counter()
+            for name, accuracy, choice in learned(backbone, runs, options.device, owns):
+                scores["best" if owns == "chosen" else f"best, {owns}"].setdefault(name, []).append(accuracy)
+                if owns == "chosen":
+                    chosen.append({"task": name, **choice})
+            if owns == "chosen":
+                seconds.append((time.perf_counter() - began) / (len(runs) * len(tasks)))
     means = {name: {task: statistics.mean(of_task) for task, of_task in by.items()} for name, by in scores.items()}
-    show(means, chosen, seconds)
+    show(means, chosen, statistics.mean(seconds))
     numbers = {
         "model": options.model,
         "per_class": options.per_class,
@@ -84,10 +86,10 @@ def main() -> None:
         "means": means,
         "chosen": chosen,
     }
-    write_report(options.out, device, backbone.weights_sha256, {**numbers, "seconds_a_task": seconds})
+    write_report(options.out, device, backbone.weights_sha256, {**numbers, "seconds_a_task": statistics.mean(seconds)})
 
 
-def the_tasks(options: argparse.Namespace, backbone: Backbone) -> list[Task]:
+def the_tasks(options: argparse.Namespace, backbone: Backbone, per_class: int | None) -> list[Task]:
     """The tasks, each with the images to learn and to test on."""
     normalised = {"mean": backbone.mean, "std": backbone.std}
     if options.dataset:
@@ -104,13 +106,15 @@ def the_tasks(options: argparse.Namespace, backbone: Backbone) -> list[Task]:
             labels = torch.cat([new.train.labels, new.test.labels])
             tasks.append(replace(task, test=Images(new.train.pixels, rows, labels)))
     tasks = tasks[: options.tasks]
-    return [replace(task, train=some(task.train, options.per_class)) for task in tasks]
-
-
-def some(images: Images, per_class: int | None) -> Images:
-    """So many images of each class, drawn at random."""
     if per_class is None:
-        return images
+        return tasks
+    return [
+        replace(task, name=f"{task.name}, {per_class} a class", train=some(task.train, per_class)) for task in tasks
+    ]
+
+
+def some(images: Images, per_class: int) -> Images:
+    """So many images of each class, drawn at random."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(images), generator=generator)
     kept = [order[images.labels[order] == label][:per_class] for label in images.labels.unique()]

@@ -283,9 +283,8 @@ def learn_table(numbers: Numbers) -> str:
 
 
 def about_photos(numbers: Numbers) -> str:
-    few = f"{numbers['per_class']} training images a class, " if numbers["per_class"] else ""
     runs = max(len(scores) for scores in numbers["scores"]["best"].values())
-    return f"{numbers['model']}, {few}best in {runs} runs, {numbers['seconds_a_task']:.0f} s a task"
+    return f"{numbers['model']}, best in {runs} runs, {numbers['seconds_a_task']:.0f} s a task"
 
 
 def photos_table(numbers: Numbers) -> str:
@@ -295,6 +294,34 @@ def photos_table(numbers: Numbers) -> str:
     rows.append(["mean", *(f"{statistics.mean(of_method.values()):.1f}" for of_method in means.values())])
     names = {"regression": "logistic regression", "fine-tuned": "a network a task"}
     return table(["task", *(names.get(name, name.replace("best, ", "best.owns=")) for name in means)], rows)
+
+
+def about_order(numbers: Numbers) -> str:
+    seeds = max(len(scores) for scores in numbers["scores"]["first"].values())
+    return f"{numbers['model']}, {seeds} {'seed' if seeds == 1 else 'seeds'}"
+
+
+def order_table(numbers: Numbers) -> str:
+    means = numbers["means"]
+    rows = [[task, *(f"{of_task[task]:.1f}" for of_task in means.values())] for task in means["first"]]
+    return table(["task", *("learned first" if how == "first" else how for how in means)], rows)
+
+
+def about_growing(numbers: Numbers) -> str:
+    return f"{numbers['model']}, {numbers['without_task']['photos']} new photos"
+
+
+def growing_table(numbers: Numbers) -> str:
+    without, growth = numbers["without_task"], numbers["growth"]
+    rows = {
+        "the task is not given: class right": without["class"],
+        "one logistic regression over the classes of all tasks": without["class, one regression"],
+        "the task is not given: task right": without["task"],
+        "said to be unknown": without["unknown"],
+        "a task of ten classes, five of them added later": growth["grown"],
+        "a task of ten classes, learned at once": growth["at once"],
+    }
+    return table(["of new photos", ""], [[name, f"{share:.1f}%"] for name, share in rows.items()])
 
 
 def about_space(numbers: Numbers) -> str:
