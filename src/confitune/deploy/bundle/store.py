@@ -90,18 +90,21 @@ class Store:
         self._whole.add(stored.name)
         return data
 
-    def read(self, stored: StoredFile) -> dict[str, Tensor]:
-        """The tensors that `store` wrote."""
-        data, path = self.check(stored), self.root / stored.name
+    @contextmanager
+    def read(self, stored: StoredFile) -> Iterator[dict[str, Tensor]]:
+        """The tensors that `store` wrote; whatever is found wrong with them within is said of the file."""
+        data = self.check(stored)
         try:
             tensors = load(data)
+            if not {tensor.dtype for tensor in tensors.values()} <= _KINDS:
+                raise BundleError("it has tensors of an unexpected dtype")
+            if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+                raise BundleError("it has NaN or infinite values")
+            yield tensors
+        except torch.OutOfMemoryError:  # of the device: no fault of the file
+            raise
         except Exception as error:  # whatever a file can be that only its hash vouches for
-            raise BundleError(f"{path} holds no tensors: {error}") from error
-        if not {tensor.dtype for tensor in tensors.values()} <= _KINDS:
-            raise BundleError(f"{path} has tensors of an unexpected dtype")
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-            raise BundleError(f"{path} contains NaN or infinite values and cannot be used")
-        return tensors
+            raise BundleError(f"{self.root / stored.name} is not what a bundle keeps: {error}") from error
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[IO[bytes]]:
