@@ -259,18 +259,17 @@ def _top_of(fields: ImmutableMultiDict[str, Any]) -> int:
 async def _wait(request: Request, answers: Sequence[Future[Prediction]], seconds: float) -> list[Prediction]:
     """All answers; if one fails, takes too long or the client leaves, the others cost no more work."""
     found = asyncio.gather(*map(asyncio.wrap_future, answers))
-    left = asyncio.ensure_future(_client_leaves(request))
-    left.add_done_callback(lambda _: found.cancel())
+    left: asyncio.Future[Any] = asyncio.ensure_future(_client_leaves(request))
     try:
-        return await asyncio.wait_for(found, seconds)
-    except asyncio.TimeoutError:
+        done, _ = await asyncio.wait({found, left}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if found in done:
+            return found.result()
+        if left in done:
+            raise ClientDisconnect
         detail = f"there was no answer within {seconds:g} seconds: try again later"
-        raise Refusal(504, "timeout", detail, retry_after=1) from None
-    except asyncio.CancelledError:
-        if left.done():
-            raise ClientDisconnect from None
-        raise
+        raise Refusal(504, "timeout", detail, retry_after=1)
     finally:
+        found.cancel()
         left.cancel()
         for answer in answers:
             answer.cancel()
