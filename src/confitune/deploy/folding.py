@@ -15,9 +15,11 @@ import logging
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -64,21 +66,16 @@ def copied_to_cpu(net: ContinualNet) -> ContinualNet:
 
 
 @torch.no_grad()
-def example_images(backbone: nn.Module, size: Size | None = None) -> Tensor | None:
-    """Two blank images of `size` (default: guessed) that go through `backbone`; None where no guess does."""
+def example_images(backbone: nn.Module, size: Size) -> Tensor | None:
+    """Two blank images of `size` that go through `backbone`; None where none do."""
     guess = guess_input(backbone)
-    examples = [guess]
-    if guess.dim() == 4:
-        # timm's description of a network says three channels, even where it was built with another number.
-        convs = (module.in_channels for module in backbone.modules() if isinstance(module, nn.Conv2d))
-        channels = dict.fromkeys((guess.shape[1], next(convs, guess.shape[1])))
-        examples = [guess.new_zeros(2, count, *(size or guess.shape[2:])) for count in channels]
-    for example in examples:
-        try:
+    # timm's description of a network says three channels, even where it was built with another number.
+    convs = (module.in_channels for module in backbone.modules() if isinstance(module, nn.Conv2d))
+    for channels in dict.fromkeys((guess.shape[1], *islice(convs, 1))) if guess.dim() == 4 else ():
+        example = guess.new_zeros(2, channels, *size)
+        with suppress(Exception):
             backbone(example)
-        except Exception:
-            continue
-        return example
+            return example
     return None
 
 

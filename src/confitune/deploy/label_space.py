@@ -158,9 +158,8 @@ def sums_from_state(state: Mapping[str, Tensor], classes: Mapping[str, int]) -> 
 def chosen_from_state(sums: FeatureSums, state: Mapping[str, Tensor], names: Mapping[str, str]) -> Gaussians:
     """The classifier over all classes, as it was calibrated; tasks are called by their names."""
     ridge, temperature, threshold = state["chosen"].tolist()
-    found = sums.gaussians(ridge)
-    tasks = tuple(names[key] for key in found.tasks)
-    return replace(found, tasks=tasks, temperature=temperature, threshold=threshold)
+    tasks = tuple(names[key] for key in sums.counts)
+    return replace(sums.gaussians(ridge), tasks=tasks, temperature=temperature, threshold=threshold)
 
 
 def calibrate(sums: FeatureSums, features: Callable[[str], TaskFeatures]) -> Gaussians:

@@ -83,7 +83,7 @@ def export_network(
             )
     kind, module = type(net.backbone).__name__, folded(net, names[0])
     example = example_images(module[0], plane)
-    if example is None or example.dim() != 4:
+    if example is None:
         raise ConfituneError(f"{kind} does not run on images of {plane}: pass the size it was made for")
     said: dict[str, Any] = {
         "confitune": __version__,

@@ -148,14 +148,8 @@ def handle_errors(app: FastAPI) -> None:
 def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, load: Load, limits: Limits) -> None:
     """The programs' side of an app."""
 
-    @app.post(
-        "/v1/predict",
-        summary="Classify images",
-        response_model=PredictAnswer,
-        responses=ERRORS,
-        openapi_extra=_REQUEST,
-    )
-    async def predict(request: Request) -> Response:
+    @app.post("/v1/predict", summary="Classify images", responses=ERRORS, openapi_extra=_REQUEST)
+    async def predict(request: Request) -> PredictAnswer:
         """Send one or many images as files of a form, or one image as the body.
 
         Images of one request may be of different tasks. Without a task, it is guessed for each image.
@@ -169,14 +163,13 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, load: Load,
         names = [name for name, _ in images]
         del images  # decoders have them
         found = await _wait(request, answers, limits.request_seconds)
-        content = PredictAnswer(
+        return PredictAnswer(
             predictions=[
                 ImagePrediction(image=name, unknown=one.task is None, version=one.version, **one.told(wanted))
                 for name, one in zip(names, found, strict=True)
             ],
             milliseconds=round(1000 * (time.perf_counter() - began), 2),
         )
-        return Response(content.model_dump_json(), media_type="application/json")
 
     @app.get("/v1/tasks", summary="The tasks the model has learned")
     async def tasks() -> TasksAnswer:
