@@ -25,7 +25,6 @@ class Bundle:
     """A bundle as it was when it was opened, and as this process has changed it since.
 
     Args:
-        path: the bundle's folder.
         network: of a new bundle; `Bundle.open` reads that of an existing one.
 
     Attributes:
