@@ -131,13 +131,15 @@ def check_earlier(
         tasks = sorted(random.Random(f"{seed} {len(bundle.tasks)}").sample(tasks, most), key=tasks.index)
     changes = []
     for number, task in enumerate(tasks, 1):
+        loaded = task not in net.tasks
         try:
-            bundle.load_task(net, task)
+            if loaded:
+                bundle.load_task(net, task)
             if (kept := bundle.held_out(task)) is not None:
                 changes.append(Change(task, bundle.record(task).checked, evaluate(net, kept), len(kept.test)))
         except BundleError as error:
             _log.warning("%s. Task %r is not tested again", error, task)
-        if task in net.tasks:
+        if loaded and task in net.tasks:
             net.drop_task(task)
         if progress is not None:
             progress("testing earlier tasks", number, len(tasks))
