@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from confitune.deploy import BundleError
+from confitune.deploy.bundle.store import Store
 from confitune.deploy.label_space import (
     TaskFeatures,
     calibrate,
@@ -124,6 +125,12 @@ def test_joined_has_the_images_of_both_in_order(own):
         assert torch.equal(getattr(both, name), torch.cat([getattr(one, name), getattr(two, name)]))
 
 
+def stored(folder, state):
+    """What reads it from a file."""
+    files = Store(folder)
+    return files.read(files.store("features", state))
+
+
 def changed(**values):
     """A state with other tensors; None: without them."""
     state = {**features(3, 1, own=True).state(), **values}
@@ -155,8 +162,11 @@ def changed(**values):
         ),
     ],
 )
-def test_a_state_that_is_none_is_refused(state, why):
-    with pytest.raises(BundleError, match=rf"the features of a task are not what a bundle keeps: .*{why}"):
+def test_a_state_that_is_none_is_refused(tmp_path, state, why):
+    with (
+        pytest.raises(BundleError, match=rf"what a bundle keeps: .*{why}"),
+        stored(tmp_path, state),
+    ):
         TaskFeatures.from_state(state, 3)
 
 
@@ -300,14 +310,17 @@ def test_damaged_tasks_say_nothing_about_what_is_chosen(tasks):
         ({"second": torch.ones(20)}, "."),  # no triangle has so many
     ],
 )
-def test_sums_that_are_none_are_refused(tasks, values, why):
+def test_sums_that_are_none_are_refused(tmp_path, tasks, values, why):
     state = {**space_state(sums := updated(FeatureSums(), CLASSES, tasks.__getitem__), sums.gaussians()), **values}
     state = {key: tensor for key, tensor in state.items() if tensor is not None}
-    with pytest.raises(BundleError, match=f"the sums of features are not what a bundle keeps: .*{why}"):
+    with (
+        pytest.raises(BundleError, match=rf"what a bundle keeps: .*{why}"),
+        stored(tmp_path, state),
+    ):
         sums_from_state(state, CLASSES)
 
 
-def test_sums_that_make_no_classifier_are_refused(tasks):
+def test_sums_that_make_no_classifier_are_refused(tmp_path, tasks):
     sums = updated(FeatureSums(), CLASSES, tasks.__getitem__)
     state, names = space_state(sums, sums.gaussians()), {key: key for key in CLASSES}
     impossible = FeatureSums(-sums.second, sums.counts, sums.sums)
@@ -318,7 +331,7 @@ def test_sums_that_make_no_classifier_are_refused(tasks):
         (sums, {}),
         (FeatureSums(sums.second, {}, {}), state),
     ):
-        with pytest.raises(BundleError, match="the sums of features make no classifier"):
+        with pytest.raises(BundleError, match="is not what a bundle keeps"), stored(tmp_path, said):
             chosen_from_state(found, said, names)
 
 

@@ -259,7 +259,7 @@ def test_a_file_that_says_odd_things_is_refused(bundle, task, key, tensor, messa
     with changing(opened) as change:
         change.add_task("odd", TaskRecord(classes=("a", "b"), file=change.store_task(odd, ["a", "b"])))
     net = opened.load_network(["reds"])
-    with pytest.raises(BundleError, match=rf"\.safetensors: .*({message})"):
+    with pytest.raises(BundleError, match=rf"\.safetensors is not what a bundle keeps: .*({message})"):
         opened.load_task(net, "odd")
     assert list(net.tasks) == ["reds"]
 

@@ -501,8 +501,8 @@ def test_a_task_whose_finite_weights_overflow_harms_no_other(taught, pixels):
 def test_sums_that_give_no_probabilities_are_refused(taught, pixels):
     path = taught(2)
     files, said = Store(path), json.loads((path / "bundle.json").read_bytes())
-    state = files.read(StoredFile(**said["sums"]))
-    forged = files.store("features", {**state, "chosen": torch.zeros(3)})
+    with files.read(StoredFile(**said["sums"])) as state:
+        forged = files.store("features", {**state, "chosen": torch.zeros(3)})
     edited(path / "bundle.json", sums=forged.model_dump())
     predictor = Predictor.from_bundle(path, device="cpu")
     with pytest.raises(BundleError, match=r"sums of features .* name the task"):

@@ -15,9 +15,11 @@ import logging
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -64,21 +66,16 @@ def copied_to_cpu(net: ContinualNet) -> ContinualNet:
 
 
 @torch.no_grad()
-def example_images(backbone: nn.Module, size: Size | None = None) -> Tensor | None:
-    """Two blank images of `size` (default: guessed) that go through `backbone`; None where no guess does."""
+def example_images(backbone: nn.Module, size: Size) -> Tensor | None:
+    """Two blank images of `size` that go through `backbone`; None where none do."""
     guess = guess_input(backbone)
-    examples = [guess]
-    if guess.dim() == 4:
-        # timm's description of a network says three channels, even where it was built with another number.
-        convs = (module.in_channels for module in backbone.modules() if isinstance(module, nn.Conv2d))
-        channels = dict.fromkeys((guess.shape[1], next(convs, guess.shape[1])))
-        examples = [guess.new_zeros(2, count, *(size or guess.shape[2:])) for count in channels]
-    for example in examples:
-        try:
+    # timm's description of a network says three channels, even where it was built with another number.
+    convs = (module.in_channels for module in backbone.modules() if isinstance(module, nn.Conv2d))
+    for channels in dict.fromkeys((guess.shape[1], *islice(convs, 1))) if guess.dim() == 4 else ():
+        example = guess.new_zeros(2, channels, *size)
+        with suppress(Exception):
             backbone(example)
-        except Exception:
-            continue
-        return example
+            return example
     return None
 
 
@@ -91,18 +88,17 @@ def _plain(net: ContinualNet) -> nn.Module:
             for name, layer in part.layers.items():
                 layer.get_parameter("weight").copy_(merged[name])
                 vars(layer).pop("forward")
-    for module in net.backbone.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), InputMeans):
-                del module._forward_pre_hooks[key]
-    for part in net.parts.values():
-        if isinstance(part, Calibrations):
+        elif isinstance(part, Calibrations):
             for name, calibration in zip(part.names, part.layers, strict=True):
                 norm = net.backbone.get_submodule(name)
                 norm._forward_pre_hooks.clear()
                 norm._forward_hooks.clear()
                 spatial, gate = calibration.children()
                 _become(norm, nn.Sequential(spatial, copy.copy(norm), gate))
+    for module in net.backbone.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), InputMeans):
+                del module._forward_pre_hooks[key]
     return net.backbone.eval().requires_grad_(False)
 
 
@@ -128,8 +124,8 @@ class Runners:
         self._example = torch.zeros(2, 3, size, size)
         self._most = most_bytes
         self._compilers: dict[str, Callable[[Mapping[str, Tensor]], Run]] = {}  # by what networks are built like
-        self._asked: Counter[str] = Counter()
-        self._keys: dict[str, str] = {}  # by name: the hash of the state, one for tasks that differ in heads alone
+        self._asked: Counter[str] = Counter()  # names without a runner: how often
+        self._keys: dict[str, str] = {}  # by name: the hash of its state, one for tasks that differ in heads alone
         self._made: OrderedDict[str, tuple[int, Run]] = OrderedDict()  # by hash, with bytes; the last was used last
 
     def find(self, name: str, backbone: Callable[[], nn.Module]) -> Run | None:
@@ -137,12 +133,13 @@ class Runners:
 
         A name stands for one state. The backbone is of plain modules, in evaluation mode.
         """
-        self._asked[name] += 1
         key = self._keys.get(name, "")
         if key not in self._made:
+            self._asked[name] += 1
             full = sum(size for size, _ in self._made.values()) >= self._most
             if self._asked[name] < (_OFTEN if full else _TWICE):
                 return None
+            del self._asked[name]
             module = backbone()
             key = self._keys[name] = f"{state_sha256(module)} {_built_like(module)}"
             if key not in self._made:
@@ -150,9 +147,7 @@ class Runners:
                 self._made[key] = size, self._compiled(module)
         self._made.move_to_end(key)
         while len(self._made) > 1 and sum(size for size, _ in self._made.values()) > self._most:
-            gone, _ = self._made.popitem(last=False)
-            for other in [other for other, of in self._keys.items() if of == gone]:
-                del self._keys[other], self._asked[other]
+            self._made.popitem(last=False)
         return self._made[key][1]
 
     @torch.no_grad()

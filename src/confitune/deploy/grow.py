@@ -38,10 +38,7 @@ def grow(
 
     Args:
         folder: one folder of images for each class, or images of one class, which is called like the folder.
-        task: the name of the task.
-        bundle: the bundle's folder.
         settings: only seed, device, batch_size, keep and skip_broken matter.
-        options: see `RunOptions`.
     """
     began = time.monotonic()
     settings = settings or LearnSettings()

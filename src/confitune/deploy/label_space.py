@@ -64,20 +64,17 @@ class TaskFeatures:
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor], classes: int) -> TaskFeatures:
         """What `state` gave, checked."""
-        try:
-            for name in _PARTS:  # checked first: a product of other shapes can take any amount of memory
-                if name in state and (state[name].dim() != 2 or state[f"{name}.scale"].shape != (len(state[name]), 1)):
-                    raise ValueError(f"{name} has no scale for each image")
-            found = {name: state[name].float() * state[f"{name}.scale"] for name in _PARTS if name in state}
-            labels, held_out = state["labels"].long(), state["held_out_labels"].long()
-            sizes = [(len(found["train"]), labels), (len(found["held_out"]), held_out)]
-            fits = all(of.shape == (images,) and bool(((of >= 0) & (of < classes)).all()) for images, of in sizes)
-            if not fits or found["train"].shape[1] != found["held_out"].shape[1]:
-                raise ValueError("labels do not fit features")
-            if "own" in found and len(found["own"]) != len(found["train"]):
-                raise ValueError("not all images have features")
-        except (KeyError, ValueError, RuntimeError, TypeError) as error:
-            raise BundleError(f"the features of a task are not what a bundle keeps: {error}") from error
+        for name in _PARTS:  # checked first: a product of other shapes can take any amount of memory
+            if name in state and (state[name].dim() != 2 or state[f"{name}.scale"].shape != (len(state[name]), 1)):
+                raise BundleError(f"{name} has no scale for each image")
+        found = {name: state[name].float() * state[f"{name}.scale"] for name in _PARTS if name in state}
+        labels, held_out = state["labels"].long(), state["held_out_labels"].long()
+        sizes = [(len(found["train"]), labels), (len(found["held_out"]), held_out)]
+        fits = all(of.shape == (images,) and bool(((of >= 0) & (of < classes)).all()) for images, of in sizes)
+        if not fits or found["train"].shape[1] != found["held_out"].shape[1]:
+            raise BundleError("labels do not fit features")
+        if "own" in found and len(found["own"]) != len(found["train"]):
+            raise BundleError("not all images have features")
         return cls(found["train"], labels, found["held_out"], held_out, found.get("own"))
 
     def as_kept(self, classes: int) -> TaskFeatures:
@@ -144,32 +141,25 @@ def updated(sums: FeatureSums, classes: Mapping[str, int], features: Callable[[s
 def sums_from_state(state: Mapping[str, Tensor], classes: Mapping[str, int]) -> FeatureSums:
     """The sums of tasks, given by their keys with how many classes each has; those that are not there are left out."""
     classes = {key: number for key, number in classes.items() if f"{key}.counts" in state}
-    try:
-        packed = state["second"].double()
-        size = int((2 * packed.numel() + 0.25) ** 0.5)
-        upper = torch.triu_indices(size, size)
-        second = torch.zeros(size, size, dtype=torch.float64)
-        second[upper[0], upper[1]] = packed
-        second.T[upper[0], upper[1]] = packed
-        counts = {key: state[f"{key}.counts"].double() for key in classes}
-        sums = {key: state[f"{key}.sums"].double() for key in classes}
-        for key, number in classes.items():
-            if counts[key].shape != (number,) or sums[key].shape != (number, size):
-                raise ValueError(f"{number} classes have sums {list(sums[key].shape)}")
-    except (KeyError, ValueError, RuntimeError, IndexError) as error:
-        raise BundleError(f"the sums of features are not what a bundle keeps: {error}") from error
+    packed = state["second"].double()
+    size = int((2 * packed.numel() + 0.25) ** 0.5)
+    upper = torch.triu_indices(size, size)
+    second = torch.zeros(size, size, dtype=torch.float64)
+    second[upper[0], upper[1]] = packed
+    second.T[upper[0], upper[1]] = packed
+    counts = {key: state[f"{key}.counts"].double() for key in classes}
+    sums = {key: state[f"{key}.sums"].double() for key in classes}
+    for key, number in classes.items():
+        if counts[key].shape != (number,) or sums[key].shape != (number, size):
+            raise BundleError(f"{number} classes have sums {list(sums[key].shape)}")
     return FeatureSums(second, counts, sums)
 
 
 def chosen_from_state(sums: FeatureSums, state: Mapping[str, Tensor], names: Mapping[str, str]) -> Gaussians:
     """The classifier over all classes, as it was calibrated; tasks are called by their names."""
-    try:
-        ridge, temperature, threshold = state["chosen"].tolist()
-        found = sums.gaussians(ridge)
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:  # no covariance has such sums
-        raise BundleError(f"the sums of features make no classifier: {error}") from error
-    tasks = tuple(names[key] for key in found.tasks)
-    return replace(found, tasks=tasks, temperature=temperature, threshold=threshold)
+    ridge, temperature, threshold = state["chosen"].tolist()
+    tasks = tuple(names[key] for key in sums.counts)
+    return replace(sums.gaussians(ridge), tasks=tasks, temperature=temperature, threshold=threshold)
 
 
 def calibrate(sums: FeatureSums, features: Callable[[str], TaskFeatures]) -> Gaussians:

@@ -76,9 +76,6 @@ def learn(
 
     Args:
         folder: one folder of images for each class, a fifth of which is held out for testing; or train/ and test/.
-        task: the name of the new task.
-        bundle: the bundle's folder.
-        options: see `RunOptions`.
     """
     began = time.monotonic()
     settings = settings or LearnSettings()

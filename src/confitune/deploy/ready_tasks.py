@@ -24,11 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReadyTasks:
-    """Those of one bundle; only one thread at a time may use them.
-
-    Args:
-        device: where images are.
-        ready: how many tasks are kept in memory; others are read when they are asked for.
+    """Those of one bundle, of which `ready` are kept in memory; only one thread at a time may use them.
 
     Attributes:
         net: the network, with the tasks in memory.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -12,10 +11,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from confitune.deploy.bundle.format import MANIFEST, BundleError, Manifest, Network, StoredFile, TaskRecord
+from confitune.deploy.bundle.format import MANIFEST, BundleError, Manifest, Network, TaskRecord
 from confitune.deploy.bundle.store import Store, check_declared, is_bundle, require_room
 from confitune.deploy.label_space import TaskFeatures, chosen_from_state, sums_from_state
-from confitune.errors import ConfituneError
 from confitune.methods.gaussian import Gaussians
 from confitune.nn import ContinualNet, build_model, headless, two_scales
 from confitune.tasks import Images, Task
@@ -27,7 +25,6 @@ class Bundle:
     """A bundle as it was when it was opened, and as this process has changed it since.
 
     Args:
-        path: the bundle's folder.
         network: of a new bundle; `Bundle.open` reads that of an existing one.
 
     Attributes:
@@ -97,19 +94,17 @@ class Bundle:
 
     def task_state(self, task: str) -> dict[str, Tensor]:
         """Everything that is a task's own, by layer."""
-        return self.files.read(self.record(task).file)
+        with self.files.read(self.record(task).file) as state:
+            return state
 
     def held_out(self, task: str) -> Task | None:
         """The images that were kept of a task to test it with; None if none were."""
         record = self.record(task)
         if record.held_out is None:
             return None
-        with self._read(record.held_out) as state:
-            try:
-                images = Images(state["pixels"], torch.arange(len(state["pixels"])), state["labels"])
-                return Task(task, record.classes, images, images, self.network.preprocess())
-            except (KeyError, TypeError, ConfituneError) as error:
-                raise BundleError(f"the held-out images of task {task!r} are damaged: {error}") from error
+        with self.files.read(record.held_out) as state:
+            images = Images(state["pixels"], torch.arange(len(state["pixels"])), state["labels"])
+            return Task(task, record.classes, images, images, self.network.preprocess())
 
     def features(self, task: str) -> TaskFeatures | None:
         """What is kept of the features of a task's images; None if nothing is."""
@@ -119,7 +114,7 @@ class Bundle:
     def read_features(self, record: TaskRecord) -> TaskFeatures:
         """The features that a record names, be it of a task that is not in the bundle yet."""
         assert record.features is not None
-        with self._read(record.features) as state:
+        with self.files.read(record.features) as state:
             return TaskFeatures.from_state(state, len(record.classes))
 
     def label_space(self) -> Gaussians:
@@ -127,7 +122,7 @@ class Bundle:
         stored, records = self.manifest.sums, by_features(self.tasks)
         if stored is None:
             raise BundleError(f"{self.path} keeps no features of its tasks: name the task")
-        with self._read(stored) as state:
+        with self.files.read(stored) as state:
             sums = sums_from_state(state, {key: len(record.classes) for key, (_, record) in records.items()})
             return chosen_from_state(sums, state, {key: name for key, (name, _) in records.items()})
 
@@ -136,7 +131,7 @@ class Bundle:
         stored = self.manifest.pretrained
         if stored is None:
             raise BundleError(f"{self.path} keeps no pre-trained network: name the task")
-        with self._read(stored) as state:
+        with self.files.read(stored) as state:
             require_room(self.network.model, stored.bytes)
             net = two_scales(headless(build_model(self.network.model)))
             own = pretrained_state(net)
@@ -153,7 +148,7 @@ class Bundle:
     def load_network(self, tasks: Sequence[str] = ()) -> ContinualNet:
         """The network with the state of `tasks`; the last of them is current."""
         stored = self.manifest.backbone
-        with self._read(stored) as state:
+        with self.files.read(stored) as state:
             require_room(self.network.model, stored.bytes)
             net = self.network.around(build_model(self.network.model))
             net.load_shared_state_dict(state)
@@ -167,24 +162,13 @@ class Bundle:
         A state with other tensors than the network keeps is refused before any is copied.
         """
         record = self.record(task)
-        with self._read(record.file) as state:
+        with self.files.read(record.file) as state:
             check_declared(state, self.network.size)
             net.load_task_state_dict(task, state, record.classes)
 
     def leftovers(self) -> list[Path]:
         """Files of a change that broke off; the next change deletes them."""
         return sorted(self.path / name for name in self.files.leftovers(self.current, self.files.read_before()))
-
-    @contextmanager
-    def _read(self, stored: StoredFile) -> Iterator[dict[str, Tensor]]:
-        """The tensors of a file; errors within name it."""
-        path = str(self.path / stored.name)
-        try:
-            yield self.files.read(stored)
-        except ConfituneError as error:
-            if path in str(error):
-                raise
-            raise BundleError(f"{path}: {error}") from error
 
 
 def by_features(tasks: Mapping[str, TaskRecord]) -> dict[str, tuple[str, TaskRecord]]:

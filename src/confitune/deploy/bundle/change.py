@@ -214,6 +214,9 @@ class BundleChange:
         known = {key: record for key, (_, record) in (old | new).items()}
         read = cache(lambda key: self.bundle.read_features(known[key]))
         classes = {key: len(record.classes) for key, record in known.items()}
-        sums = FeatureSums() if stored is None else sums_from_state(files.read(stored), classes)
+        sums = FeatureSums()
+        if stored is not None:
+            with files.read(stored) as state:
+                sums = sums_from_state(state, classes)
         sums = updated(sums, {key: classes[key] for key in new}, read)
         return files.store(FEATURES, space_state(sums, calibrate(sums, read))) if sums.counts else None

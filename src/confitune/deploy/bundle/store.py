@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -80,34 +80,36 @@ class Store:
     def check(self, stored: StoredFile) -> bytes:
         """The file as it was stored; raises if it is not that."""
         path = self.root / stored.name
-        with self._opened(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != stored.bytes:
-                raise DamagedError(f"{path} is damaged: {size} bytes, not {stored.bytes}; restore it from a copy")
-            data = file.read()
+        data = self._bytes(path, stored.bytes)
         if stored.name not in self._whole and hashlib.sha256(data).hexdigest() != stored.sha256:
             raise DamagedError(f"{path} is damaged: its checksum does not match its name; restore it from a copy")
         self._whole.add(stored.name)
         return data
 
-    def read(self, stored: StoredFile) -> dict[str, Tensor]:
-        """The tensors that `store` wrote."""
-        data, path = self.check(stored), self.root / stored.name
+    @contextmanager
+    def read(self, stored: StoredFile) -> Iterator[dict[str, Tensor]]:
+        """The tensors that `store` wrote; whatever is found wrong with them within is said of the file."""
+        data = self.check(stored)
         try:
             tensors = load(data)
+            if not {tensor.dtype for tensor in tensors.values()} <= _KINDS:
+                raise BundleError("it has tensors of an unexpected dtype")
+            if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+                raise BundleError("it has NaN or infinite values")
+            yield tensors
+        except torch.OutOfMemoryError:  # of the device: no fault of the file
+            raise
         except Exception as error:  # whatever a file can be that only its hash vouches for
-            raise BundleError(f"{path} holds no tensors: {error}") from error
-        if not {tensor.dtype for tensor in tensors.values()} <= _KINDS:
-            raise BundleError(f"{path} has tensors of an unexpected dtype")
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-            raise BundleError(f"{path} contains NaN or infinite values and cannot be used")
-        return tensors
+            raise BundleError(f"{self.root / stored.name} is not what a bundle keeps: {error}") from error
 
-    @contextmanager
-    def _opened(self, path: Path) -> Iterator[IO[bytes]]:
+    def _bytes(self, path: Path, expected: int | None = None) -> bytes:
+        """What a file holds; one of another size than expected is not read."""
         try:
             with open_plain(path) as file:
-                yield file
+                size = os.fstat(file.fileno()).st_size
+                if expected not in (None, size):
+                    raise DamagedError(f"{path} is damaged: {size} bytes, not {expected}; restore it from a copy")
+                return file.read()
         except OSError as error:
             raise DamagedError(f"{path} cannot be read: {error}; restore it from a copy") from error
 
@@ -118,8 +120,7 @@ class Store:
     def read_manifest(self, name: str) -> Manifest:
         """What a manifest says."""
         path = self.root / name
-        with self._opened(path) as file:
-            return Manifest.from_bytes(file.read(), str(path))
+        return Manifest.from_bytes(self._bytes(path), str(path))
 
     def read_before(self) -> Manifest | None:
         """The manifest before the last change; None if it cannot be read."""

@@ -83,7 +83,7 @@ def export_network(
             )
     kind, module = type(net.backbone).__name__, folded(net, names[0])
     example = example_images(module[0], plane)
-    if example is None or example.dim() != 4:
+    if example is None:
         raise ConfituneError(f"{kind} does not run on images of {plane}: pass the size it was made for")
     said: dict[str, Any] = {
         "confitune": __version__,
@@ -113,11 +113,9 @@ def _steps(preprocess: Preprocess) -> list[tuple[str, int]]:
 @torch.no_grad()
 def _owned(net: ContinualNet, tasks: Sequence[str], backbone: nn.Module) -> list[Own]:
     """What each task has of its own; `backbone`, the first one's, gets the weights that all share."""
-    plain, changed = dict(net.backbone.named_parameters()), _changes(net, tasks[0])
-    for name, tensor in backbone.state_dict().items():
-        if name in changed:
-            tensor.copy_(plain[name])
     found, shared = [], backbone.state_dict()
+    for name in _changes(net, tasks[0]):
+        shared[name].copy_(net.backbone.get_parameter(name))
     for task in tasks:
         module, changes = folded(net, task), _changes(net, task)
         state = {name: tensor for name, tensor in module[0].state_dict().items() if name not in changes}
@@ -142,7 +140,6 @@ def check_export(path: Path, net: ContinualNet, task: str, images: Tensor) -> fl
     asked on the CPU in float32, as the file is run.
 
     Args:
-        path: what `export_network` wrote.
         images: a batch as the backbone takes them.
     """
     images = images.detach().to("cpu", torch.float32).contiguous()

@@ -39,7 +39,6 @@ def write(content: Content) -> bytes:
     _optional("onnxscript")  # torch's exporter is built on it
     with _quiet():
         model = _of_all(content) if content.tasks else _program(content.module, content.example, "logits").model_proto
-    _forget_sources(model.graph)
     onnx.helper.set_model_props(model, {key: json.dumps(fact) for key, fact in content.facts.items()})
     data: bytes = model.SerializeToString()
     return data
@@ -63,7 +62,7 @@ def run(path: Path, images: Tensor, task: str) -> Tensor:
 
 
 def _program(module: nn.Module, example: Tensor, output: str, optimize: bool = True) -> Any:
-    return torch.onnx.export(
+    program: Any = torch.onnx.export(
         module,
         (example,),
         dynamo=True,
@@ -74,6 +73,9 @@ def _program(module: nn.Module, example: Tensor, output: str, optimize: bool = T
         external_data=False,
         optimize=optimize,
     )
+    passes = importlib.import_module("onnxscript.ir.passes.common")
+    passes.ClearMetadataAndDocStringPass()(program.model)  # stack traces, with the paths of source files
+    return program
 
 
 def _of_all(content: Content) -> Any:
@@ -182,15 +184,6 @@ def _copied(message: Any, name: str) -> Any:
     copied = copy.deepcopy(message)
     copied.name = name
     return copied
-
-
-def _forget_sources(graph: Any) -> None:
-    """Take stack traces off, with the paths of source files."""
-    for node in graph.node:
-        node.ClearField("metadata_props")
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                _forget_sources(attribute.g)
 
 
 def _optional(package: str) -> Any:

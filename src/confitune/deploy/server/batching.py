@@ -46,12 +46,7 @@ class _Job:
 
 
 class Batcher:
-    """Decodes and predicts images of different requests together.
-
-    Args:
-        predictor: is asked for one batch at a time, from one thread.
-        limits: how many images may wait, how many make a batch and how long its first one waits.
-    """
+    """Decodes and predicts images of different requests together; the predictor is asked from one thread."""
 
     def __init__(self, predictor: Predictor, limits: Limits) -> None:
         self._predictor = predictor

@@ -148,14 +148,8 @@ def handle_errors(app: FastAPI) -> None:
 def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, load: Load, limits: Limits) -> None:
     """The programs' side of an app."""
 
-    @app.post(
-        "/v1/predict",
-        summary="Classify images",
-        response_model=PredictAnswer,
-        responses=ERRORS,
-        openapi_extra=_REQUEST,
-    )
-    async def predict(request: Request) -> Response:
+    @app.post("/v1/predict", summary="Classify images", responses=ERRORS, openapi_extra=_REQUEST)
+    async def predict(request: Request) -> PredictAnswer:
         """Send one or many images as files of a form, or one image as the body.
 
         Images of one request may be of different tasks. Without a task, it is guessed for each image.
@@ -169,14 +163,13 @@ def add_routes(app: FastAPI, predictor: Predictor, batcher: Batcher, load: Load,
         names = [name for name, _ in images]
         del images  # decoders have them
         found = await _wait(request, answers, limits.request_seconds)
-        content = PredictAnswer(
+        return PredictAnswer(
             predictions=[
                 ImagePrediction(image=name, unknown=one.task is None, version=one.version, **one.told(wanted))
                 for name, one in zip(names, found, strict=True)
             ],
             milliseconds=round(1000 * (time.perf_counter() - began), 2),
         )
-        return Response(content.model_dump_json(), media_type="application/json")
 
     @app.get("/v1/tasks", summary="The tasks the model has learned")
     async def tasks() -> TasksAnswer:
@@ -259,18 +252,17 @@ def _top_of(fields: ImmutableMultiDict[str, Any]) -> int:
 async def _wait(request: Request, answers: Sequence[Future[Prediction]], seconds: float) -> list[Prediction]:
     """All answers; if one fails, takes too long or the client leaves, the others cost no more work."""
     found = asyncio.gather(*map(asyncio.wrap_future, answers))
-    left = asyncio.ensure_future(_client_leaves(request))
-    left.add_done_callback(lambda _: found.cancel())
+    left: asyncio.Future[Any] = asyncio.ensure_future(_client_leaves(request))
     try:
-        return await asyncio.wait_for(found, seconds)
-    except asyncio.TimeoutError:
+        done, _ = await asyncio.wait({found, left}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if found in done:
+            return found.result()
+        if left in done:
+            raise ClientDisconnect
         detail = f"there was no answer within {seconds:g} seconds: try again later"
-        raise Refusal(504, "timeout", detail, retry_after=1) from None
-    except asyncio.CancelledError:
-        if left.done():
-            raise ClientDisconnect from None
-        raise
+        raise Refusal(504, "timeout", detail, retry_after=1)
     finally:
+        found.cancel()
         left.cancel()
         for answer in answers:
             answer.cancel()
