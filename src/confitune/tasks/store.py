@@ -116,7 +116,7 @@ def _read(path: Path, count: int) -> Tensor | None:
 
     def same(first: int) -> bool:
         part = slice(first, first + CHUNK)
-        return [crc32(image.numpy()) for image in images[part]] == checksums[part].tolist()
+        return np.array_equal([crc32(image.numpy()) for image in images[part]], checksums[part])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # zlib works outside Python's lock
         return images if all(pool.map(same, range(0, count, CHUNK))) else None
