@@ -24,7 +24,7 @@ def test_bad_options_are_explained() -> None:
         load_tasks("digits", tasks=0, **GREY)
     with pytest.raises(DataError, match="classes_per_task is 0"):
         load_tasks("digits", classes_per_task=0, **GREY)
-    with pytest.raises(DataError, match="no pipeline 'dirty'"):
+    with pytest.raises(DataError, match=r"no 'dirty' pipeline \(those that have it: none\); use 'clean'"):
         load_tasks("digits", pipeline="dirty", **GREY)
 
 

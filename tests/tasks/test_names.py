@@ -63,7 +63,7 @@ def test_a_name_made_of_parts_gives_those_parts(chosen: list[tuple[str, int]]) -
     parts = [(dataset, (3 * n + 1, 3 * n + 1 + n % 3)) for dataset, n in chosen]
     texts = [f"{d}:{a}" if a == b else f"{d}:{a}-{b}" for d, (a, b) in parts]
     assert read("+".join(texts)) == parts
-    assert [str(part) for part in dataset_parts("+".join(texts))] == texts
+    assert [part.text for part in dataset_parts("+".join(texts))] == texts
 
 
 @pytest.mark.parametrize(

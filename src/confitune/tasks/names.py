@@ -59,6 +59,7 @@ _OWN = re.compile(rf"(.+\.py|{_NAME}(?:\.{_NAME})*):{_NAME}", re.DOTALL)
 class Part:
     """Tasks of one dataset."""
 
+    text: str  # as it was written
     dataset: str  # a key of `DATASETS`, "folder:PATH", "FILE.py:FUNCTION" or "package.module:FUNCTION"
     tasks: tuple[int, int] | None = None  # the first and the last one, counted from 1; None: all
 
@@ -112,12 +113,6 @@ class Part:
             return f"folder-{_plain(Path(self.folder).resolve().name)}"
         return _plain(Path(self.own).name.removesuffix(".py")) if self.own else self.dataset
 
-    def __str__(self) -> str:
-        if self.tasks is None:
-            return self.dataset
-        first, last = self.tasks
-        return f"{self.dataset}:{first}" + (f"-{last}" if last > first else "")
-
     def call_own(self, mean: tuple[float, ...], std: tuple[float, ...], data_dir: Path) -> TaskSequence:
         """What the user's own function returns."""
         module, name = self._own_module(), self.dataset.rpartition(":")[2]
@@ -167,7 +162,7 @@ def dataset_parts(name: str) -> tuple[Part, ...]:
     for one, other in combinations(parts, 2):
         (first, last), (start, end) = one.tasks or _ALL, other.tasks or _ALL
         if one.key == other.key and first <= end and start <= last:
-            raise DataError(f"{name!r} takes tasks of {one.dataset} twice ({one} and {other})")
+            raise DataError(f"{name!r} takes tasks of {one.dataset} twice ({one.text} and {other.text})")
     return parts
 
 
@@ -199,11 +194,11 @@ def _part(text: str) -> Part:
     dataset, _, tasks = text.rpartition(":")
     numbers = _TASKS.fullmatch(tasks)
     if not numbers or dataset in ("", "folder"):  # folder:3 is a folder called 3
-        return Part(text)
+        return Part(text, text)
     first, last = int(numbers[1]), int(numbers[2] or numbers[1])
     if not 1 <= first <= last:
         raise DataError(f"{text!r}: tasks are counted from 1, the smaller number first, e.g. 2 or 1-3; got {tasks}")
-    return Part(dataset, (first, last))
+    return Part(text, dataset, (first, last))
 
 
 def _plain(text: str) -> str:

@@ -269,7 +269,7 @@ def remote(tmp_path: Path, monkeypatch):
 def publish(monkeypatch, name: str, file: Path) -> None:
     """Let the program know the file's checksum as that of the published one."""
     known = getattr(paper_sets, name)
-    assert known.name == file.name
+    assert known.url.endswith(file.name)
     monkeypatch.setattr(paper_sets, name, Remote(known.url, md5(file)))
 
 

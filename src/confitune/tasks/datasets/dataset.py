@@ -59,14 +59,11 @@ class Remote:
     url: str
     md5: str
 
-    @property
-    def name(self) -> str:
-        return self.url.rpartition("/")[2]
-
     def fetch(self, folder: Path) -> Path:
         """The file in `folder`, downloaded if it is not there."""
-        download_url(self.url, folder, self.name, self.md5)
-        return folder / self.name
+        file = folder / self.url.rpartition("/")[2]
+        download_url(self.url, folder, file.name, self.md5)
+        return file
 
     def fetch_folder(self, place: Path) -> None:
         """Put the folder `place.name` of this archive at `place`; the archive is not kept."""
