@@ -141,7 +141,6 @@ def test_parts_are_learned_as_the_first_of_them() -> None:
     assert (info.name, info.epochs, info.batch_size) == ("cub200:1-2+photos", 50, 32)
     assert (info.tasks, info.classes_per_task, info.pipelines) == (None, None, ("clean",))
     assert dataset_info("photos+cub200:1-2").epochs == 5
-    assert dataset_info("flowers102:1+caltech101:2").classes_per_task == 10
     assert dataset_info("flowers102:1+caltech101:2").pipelines == ("clean", "published")
     assert dataset_info("digits:2").tasks is None
 

@@ -131,7 +131,8 @@ def open_rgb(source: Path | IO[bytes], *, name: str | None = None, most_pixels: 
     except UnidentifiedImageError as error:  # its message names a Python object
         raise UnreadableImageError(f"cannot read the image {name}: it is no image, or of an unknown kind") from error
     except Exception as error:  # Pillow's decoders raise almost anything on broken input
-        raise UnreadableImageError(f"cannot read the image {name}: {error or type(error).__name__}") from error
+        why = getattr(error, "strerror", None) or error or type(error).__name__
+        raise UnreadableImageError(f"cannot read the image {name}: {why}") from error
 
 
 def pixels_of(data: bytes) -> int:

@@ -45,7 +45,7 @@ _sets = (
     _of_paper("flowers102", read_flowers102, tasks=10, classes_per_task=10, batch_size=32, epochs=10),
     DatasetInfo("photos", lambda *_: read_photos(), tasks=5, classes_per_task=4, batch_size=16, epochs=5),
     DatasetInfo("digits", lambda *_: read_digits(), tasks=5, classes_per_task=2, batch_size=16, epochs=5),
-    DatasetInfo("folder", lambda path, _: read_folder(path), None, classes_per_task=None, batch_size=32, epochs=10),
+    DatasetInfo("folder", lambda path, _: read_folder(path), batch_size=32, epochs=10),
 )
 DATASETS: Mapping[str, DatasetInfo] = MappingProxyType({info.name: info for info in _sets})
 FOLDER_PREFIX = "folder:"
@@ -85,8 +85,7 @@ class Part:
         """What is known of the dataset; "folder:PATH" gives the entry "folder". An error if there is none."""
         if self.own:
             module = self._own_module()  # the function is not called yet
-            batch_size, epochs = getattr(module, "BATCH_SIZE", 32), getattr(module, "EPOCHS", 10)
-            return DatasetInfo(self.dataset, None, None, None, batch_size, epochs)
+            return DatasetInfo(self.dataset, None, getattr(module, "BATCH_SIZE", 32), getattr(module, "EPOCHS", 10))
         if self.dataset in ("folder", FOLDER_PREFIX):
             raise DataError("a folder set needs its path: write folder:PATH")
         if self.folder:
@@ -184,10 +183,8 @@ def dataset_info(name: str) -> DatasetInfo:
     sets = [part.info for part in parts]
     if len(parts) == 1 and parts[0].tasks is None:
         return sets[0]
-    sizes = {info.classes_per_task for info in sets}
     pipelines = tuple(p for p in sets[0].pipelines if all(p in info.pipelines for info in sets))
-    per_task = sizes.pop() if len(sizes) == 1 else None
-    return replace(sets[0], name=name, tasks=None, classes_per_task=per_task, pipelines=pipelines)
+    return replace(sets[0], name=name, tasks=None, classes_per_task=None, pipelines=pipelines)
 
 
 def _part(text: str) -> Part:

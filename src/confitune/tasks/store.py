@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -92,14 +93,10 @@ def _key(folder: Path, files: Sequence[ImageFile], pipeline: Pipeline) -> str:
     digest = blake2b(digest_size=10)
     digest.update(json.dumps([FORMAT, str(folder.resolve()), asdict(pipeline)]).encode())
     for file in files:
-        try:
+        digest.update(json.dumps([file.name, file.box if pipeline.use_box else None]).encode())
+        with suppress(OSError):  # where it is to be decoded, it is named with all that cannot be
             status = (folder / file.name).stat()
-        except OSError as error:
-            raise UnreadableImageError(
-                f"cannot read the image {folder / file.name}: {error.strerror}", [file.name]
-            ) from error
-        box = file.box if pipeline.use_box else None
-        digest.update(json.dumps([file.name, status.st_size, status.st_mtime_ns, box]).encode())
+            digest.update(json.dumps([status.st_size, status.st_mtime_ns]).encode())
     return digest.hexdigest()
 
 

@@ -29,10 +29,10 @@ class DatasetInfo:
 
     name: str  # as given to `load_tasks`
     read: Callable[[Path, bool], ImageSet] | None  # from the data folder, or download it; None: a user's own function
-    tasks: int | None  # by default; None where that depends on the data
-    classes_per_task: int | None  # likewise
     batch_size: int
     epochs: int  # of each task
+    tasks: int | None = None  # by default; None where that depends on the data, or on the parts that are joined
+    classes_per_task: int | None = None  # likewise
     pipelines: tuple[str, ...] = ("clean",)  # preprocessing that there is, the default first
     from_paper: bool = False  # whether tasks, batch size and epochs are those of the ConFiT paper (sec. 4.1)
 
