@@ -13,7 +13,7 @@ from confitune.engine.result import summary_of
 from confitune.experiments.reporting.report import write_pages, write_report
 from confitune.experiments.reporting.table import summary_table
 from confitune.files import checksum_of
-from confitune.tasks import Pipeline
+from confitune.tasks.decode import Pipeline
 from confitune.tasks.store import ImageFile, open_store
 from fuzz.mutations import as_json, changed, damaged, holds_deep
 from fuzz.watch import Watch

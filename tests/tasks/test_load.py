@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from confitune.tasks import DATASETS, DataError, DataMissingError, DatasetInfo, TaskSequence, load_tasks
+from confitune.errors import DataError, DataMissingError
+from confitune.tasks import DATASETS, TaskSequence, load_tasks
+from confitune.tasks.datasets.dataset import DatasetInfo
 
 GREY = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 

@@ -13,15 +13,8 @@ import torch
 from hypothesis import given, strategies as st
 
 import confitune
-from confitune.tasks import (
-    DATASETS,
-    DataError,
-    DataMissingError,
-    TaskSequence,
-    dataset_info,
-    dataset_parts,
-    load_tasks,
-)
+from confitune.errors import DataError, DataMissingError
+from confitune.tasks import DATASETS, TaskSequence, dataset_info, dataset_parts, load_tasks
 
 NAMED = sorted(set(DATASETS) - {"folder"})
 EXAMPLE = Path(__file__).parents[2] / "examples/own_dataset.py"

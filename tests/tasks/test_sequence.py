@@ -4,7 +4,8 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from confitune.tasks import DataError, Images, Preprocess, Task, TaskSequence
+from confitune.errors import DataError
+from confitune.tasks import Images, Preprocess, Task, TaskSequence
 
 PLAIN = Preprocess((0.0,) * 3, (1.0,) * 3)
 

@@ -17,7 +17,9 @@ from PIL import Image
 
 import confitune
 from confitune import files
-from confitune.tasks import DataError, Pipeline, UnreadableImageError, store
+from confitune.errors import DataError, UnreadableImageError
+from confitune.tasks import store
+from confitune.tasks.decode import Pipeline
 from confitune.tasks.store import SHAPE, ImageFile, open_store
 from locks import no_locks
 
@@ -208,7 +210,7 @@ def test_works_where_the_file_system_has_no_locks(build, monkeypatch) -> None:
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
-from confitune.tasks import Pipeline
+from confitune.tasks.decode import Pipeline
 from confitune.tasks.store import ImageFile, open_store
 
 base, me, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -3,15 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from confitune.tasks import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    DataError,
-    DataMissingError,
-    TaskSequence,
-    UnreadableImageError,
-    load_tasks,
-)
+from confitune.errors import DataError, DataMissingError, UnreadableImageError
+from confitune.tasks import TaskSequence, load_tasks
+from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD
 
 
 @pytest.fixture

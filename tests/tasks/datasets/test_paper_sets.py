@@ -13,10 +13,12 @@ import torch
 from PIL import Image
 from sklearn.model_selection import train_test_split
 
-from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, DataError, DataMissingError, TaskSequence, load_tasks
+from confitune.errors import DataError, DataMissingError
+from confitune.tasks import TaskSequence, load_tasks
 from confitune.tasks.datasets import paper_sets
 from confitune.tasks.datasets.dataset import Remote
 from confitune.tasks.decode import byte_wrap_table
+from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD
 
 
 @pytest.fixture
