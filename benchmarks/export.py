@@ -18,7 +18,7 @@ import onnxruntime
 import torch
 from report import write_report
 
-from confitune.deploy.export.export import export_network
+from confitune.deploy import export_network
 from confitune.methods import create_method
 from confitune.nn import create_backbone
 

@@ -26,8 +26,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from confitune.deploy import Bundle, LearnSettings, Predictor, changing, examine, grow, learn, remove_class
-from confitune.deploy.bundle import BundleChange, go_back
+from confitune.deploy import Bundle, LearnSettings, Predictor, changing, examine, go_back, grow, learn, remove_class
+from confitune.deploy.bundle import BundleChange
 from confitune.methods import METHODS
 from deploy.shared import answers, settling
 from deploy.taught import picture

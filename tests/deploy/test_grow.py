@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from confitune.deploy import Bundle, BundleError, LearnSettings, Predictor, changing, grow, remove_class
-from confitune.deploy.bundle import go_back
+from confitune.deploy import Bundle, BundleError, LearnSettings, Predictor, changing, go_back, grow, remove_class
 from confitune.methods import METHODS
 from confitune.methods.linear import fit_linear, folds_of
 from deploy.shared import answers, contents, settling

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import confitune
-from confitune.deploy import Bundle, BundleError, LearnSettings, Predictor, changing
-from confitune.deploy.bundle import BundleChange, go_back
+from confitune.deploy import Bundle, BundleError, LearnSettings, Predictor, changing, go_back
+from confitune.deploy.bundle import BundleChange
 from confitune.engine import DivergedError, TaskFit
 from confitune.errors import DataMissingError
 from confitune.tasks import Images

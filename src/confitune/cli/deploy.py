@@ -142,8 +142,7 @@ def tasks_command(
 
       confitune tasks model --undo
     """
-    from confitune.deploy import Bundle, changing, check_tasks, remove_class as forget_class
-    from confitune.deploy.bundle import go_back
+    from confitune.deploy import Bundle, changing, check_tasks, go_back, remove_class as forget_class
     from confitune.engine.progress import decoding_bar
     from confitune.experiments.reporting.table import terminal_table
 
