@@ -30,8 +30,8 @@ from learn import cut_folders
 from report import write_report
 from torch import Tensor
 
-from confitune.deploy import Bundle, LearnSettings, Predictor, TaskRecord, changing, learn
-from confitune.deploy.bundle import BundleChange
+from confitune.deploy import Bundle, LearnSettings, Predictor, changing, learn
+from confitune.deploy.bundle import BundleChange, TaskRecord
 
 FEW = 10
 CHECKED = 20  # tasks, after each that is learned

@@ -22,7 +22,8 @@ from own_photos import features
 from report import write_report
 from sklearn.linear_model import LogisticRegression
 
-from confitune.deploy import LearnSettings, Predictor, grow, image_files, learn, predict_files
+from confitune.deploy import LearnSettings, Predictor, grow, learn
+from confitune.deploy.predictor import image_files, predict_files
 from confitune.engine import TrainSettings
 from confitune.nn import Backbone, create_backbone
 from confitune.tasks import load_folder_task

@@ -24,7 +24,8 @@ from report import write_report
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from confitune.deploy import Bundle, Network, Predictor, TaskRecord, changing
+from confitune.deploy import Bundle, Predictor, changing
+from confitune.deploy.bundle import Network, TaskRecord
 from confitune.deploy.label_space import TaskFeatures
 from confitune.engine import TrainSettings, batches
 from confitune.methods.gaussian import FeatureSums, Gaussians

@@ -30,7 +30,8 @@ from report import write_report
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from confitune.deploy import Bundle, Network, Predictor, TaskRecord, changing, export_bundle, folded, folding
+from confitune.deploy import Bundle, Predictor, changing, export_bundle, folded, folding
+from confitune.deploy.bundle import Network, TaskRecord
 from confitune.deploy.label_space import TaskFeatures
 from confitune.nn import create_backbone, two_scales
 from confitune.nn.pairing import trace_flow

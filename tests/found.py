@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from confitune.engine import RunResult, add_result, read_results
-from confitune.engine.result import summary_of
+from confitune.engine import RunResult, read_results
+from confitune.engine.result import add_result, summary_of
 from confitune.experiments.runs.identity import finished_runs
 
 

@@ -11,14 +11,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from confitune.errors import ConfituneError
 
 if TYPE_CHECKING:
     import torch
-
-_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def _readable(value: Any) -> Any:
@@ -31,13 +29,12 @@ def _readable(value: Any) -> Any:
 
 Name = Annotated[str, AfterValidator(_readable)]
 Folder = Annotated[Path, AfterValidator(_readable)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 Scenario = Literal["task", "class", "domain"]
 
 
-class DataSettings(BaseModel):
+class DataSettings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """What is learned: a dataset, cut into tasks."""
-
-    model_config = _STRICT
 
     dataset: Name = Field(
         "photos",
@@ -64,10 +61,8 @@ class DataSettings(BaseModel):
     )
 
 
-class NetworkSettings(BaseModel):
+class NetworkSettings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """What adapts: a pre-trained network, and what Xconv BN keeps of each task."""
-
-    model_config = _STRICT
 
     model: Name = Field("tf_efficientnet_lite0", description="a timm or torchvision model name, e.g. resnet18.tv_in1k")
     weights: Name | None = Field(
@@ -81,10 +76,8 @@ class NetworkSettings(BaseModel):
     )
 
 
-class TrainSettings(BaseModel):
+class TrainSettings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """How a task is trained; every default that the paper sets is the paper's."""
-
-    model_config = _STRICT
 
     epochs: int = Field(10, ge=1, description="epochs per task; default of a run: the method's or the dataset's")
     min_steps: int = Field(
@@ -99,7 +92,7 @@ class TrainSettings(BaseModel):
     )
     lr: float = Field(0.01, gt=0, le=1e38, description="learning rate (paper: 0.01)")
     optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="created anew for each task (paper: sgd)")
-    momentum: float = Field(0.0, ge=0, lt=1, description="momentum of SGD (paper: 0)")
+    momentum: Share = Field(0.0, description="momentum of SGD (paper: 0)")
     weight_decay: float = Field(0.0, ge=0, description="weight decay (paper: 0)")
     clip_norm: float | None = Field(
         None, gt=0, description="clip the gradient norm, penalties included; default: no clipping"
@@ -116,18 +109,16 @@ class TrainSettings(BaseModel):
     lr_milestones: tuple[float, ...] = Field(
         (1 / 3, 2 / 3, 5 / 6), description="for 'step': fractions of a task's epochs after which lr is divided by 10"
     )
-    validation: float = Field(
+    validation: Share = Field(
         0.0,
-        ge=0,
-        lt=1,
         description="fraction of a task's training images held out; the epoch with the lowest loss on them is kept "
         "(paper: not stated; CPR code: 0.1)",
     )
     lr_patience: int | None = Field(
         None, ge=1, description="divide lr by 3 after this many epochs without a lower validation loss (CPR code: 5)"
     )
-    warmup: float = Field(0.0, ge=0, lt=1, description="fraction of a task's steps with linear warm-up (paper: 0)")
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing (paper: 0)")
+    warmup: Share = Field(0.0, description="fraction of a task's steps with linear warm-up (paper: 0)")
+    label_smoothing: Share = Field(0.0, description="label smoothing (paper: 0)")
     augmentation: Literal["none", "flip", "crop"] = Field(
         "none", description="flip: random horizontal flips; crop: flips and random resized crops (paper: none)"
     )
@@ -145,11 +136,8 @@ class TrainSettings(BaseModel):
     )
     deterministic: bool = Field(False, description="use deterministic algorithms only; slower on GPUs")
     eval_batch_size: int = Field(256, ge=1, description="batch size in evaluation")
-    track_from: float = Field(
-        3e-5,
-        ge=0,
-        lt=1,
-        description="track input means only in steps whose weight in the final running average exceeds this",
+    track_from: Share = Field(
+        3e-5, description="track input means only in steps whose weight in the final running average exceeds this"
     )
 
     def torch_device(self) -> torch.device:

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from confitune.analysis import ShiftRecorder
-from confitune.analysis.shift import AFTER_FIRST_TASK, moments_at_test, paired_convs
+from confitune.analysis.shift import AFTER_FIRST_TASK, ShiftRecorder, moments_at_test, paired_convs
 from confitune.engine import Listener
 from confitune.errors import ConfituneError
 from confitune.methods import create_method

@@ -2,9 +2,8 @@
 
 import pytest
 
-from confitune.analysis import measure_storage
-from confitune.engine import CHECKPOINT
-from confitune.engine.checkpoint import values_of
+from confitune.analysis.storage import measure_storage
+from confitune.engine.checkpoint import CHECKPOINT, values_of
 from confitune.files import read_sealed
 from confitune.methods import create_method
 from confitune.nn import ContinualNet, without_memory

@@ -7,8 +7,8 @@ from scipy.integrate import solve_ivp
 from scipy.linalg import null_space, subspace_angles
 from scipy.signal import correlate2d
 
-from confitune.analysis import check_proposition1, check_proposition2, check_proposition3, theory
-from confitune.analysis.theory import constant_map
+from confitune.analysis import theory
+from confitune.analysis.theory import check_proposition1, check_proposition2, check_proposition3, constant_map
 
 
 @pytest.mark.parametrize("seed", [0, 1])

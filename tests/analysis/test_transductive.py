@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from confitune.analysis import transductive_accuracy
+from confitune.analysis.transductive import transductive_accuracy
 from confitune.engine import evaluate
 from confitune.nn import ContinualNet, Head
 

@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from confitune.deploy import Bundle, Predictor, TaskRecord, changing
-from confitune.engine import CHECKPOINT, Checkpoint
+from confitune.deploy import Bundle, Predictor, changing
+from confitune.deploy.bundle import TaskRecord
+from confitune.engine.checkpoint import CHECKPOINT, Checkpoint
 from confitune.errors import ConfituneError
 from confitune.files import write_sealed
 from confitune.nn import create_backbone

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from confitune.deploy import Bundle, Network, Predictor, TaskRecord
-from confitune.deploy.bundle import BundleChange
+from confitune.deploy import Bundle, Predictor
+from confitune.deploy.bundle import BundleChange, Network, TaskRecord
 
 
 class FakePredictor:

@@ -17,7 +17,8 @@ import confitune
 from confitune.deploy import Bundle, BundleError, LearnSettings, Predictor, changing, go_back
 from confitune.deploy.bundle import BundleChange
 from confitune.engine import DivergedError, TaskFit
-from confitune.tasks import DataMissingError, Images
+from confitune.errors import DataMissingError
+from confitune.tasks import Images
 from deploy.shared import answers, checked, contents_and_times as contents, damage_task, edited
 
 learning = importlib.import_module("confitune.deploy.learn")  # the package has a function of that name

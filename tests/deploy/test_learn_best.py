@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 
-from confitune.deploy import Bundle, BundleError, Predictor, TaskRecord, changing, check_tasks, examine, export_bundle
+from confitune.deploy import Bundle, BundleError, Predictor, changing, check_tasks, examine, export_bundle
+from confitune.deploy.bundle import TaskRecord
 from confitune.deploy.folding import folded
 from confitune.methods import METHODS
 from confitune.nn import create_backbone

@@ -6,7 +6,8 @@ import json
 import pytest
 import torch
 
-from confitune.deploy import Bundle, BundleError, Predictor, TaskRecord, changing
+from confitune.deploy import Bundle, BundleError, Predictor, changing
+from confitune.deploy.bundle import TaskRecord
 from confitune.deploy.folding import folded
 from confitune.methods import METHODS, create_method
 from confitune.nn import NoBatchNormError

@@ -12,11 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-from confitune.deploy import Bundle, BundleError, Predictor, changing, check_tasks, image_files, predict_files
-from confitune.deploy.bundle import StoredFile
+from confitune.deploy import Bundle, BundleError, Predictor, changing, check_tasks
+from confitune.deploy.bundle.format import StoredFile
 from confitune.deploy.bundle.store import Store
+from confitune.deploy.predictor import image_files, predict_files
+from confitune.errors import DataError, DataMissingError, UnreadableImageError
 from confitune.methods import METHODS
-from confitune.tasks import DataError, DataMissingError, UnreadableImageError
 from deploy.shared import checked, damage_task, edited, guess, settling
 
 TASKS = ("reds", "stripes", "greens", "checks", "blues", "yellows")

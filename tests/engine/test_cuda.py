@@ -17,7 +17,8 @@ from confitune.engine import Executor, Listener, TrainSettings, Turns, evaluate,
 from confitune.engine.feed import batches
 from confitune.errors import ConfituneError
 from confitune.methods import Method, create_method
-from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, Images, Preprocess, TaskSequence
+from confitune.tasks import Images, Preprocess, TaskSequence
+from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD
 from killed import Killed, Killer, Starts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

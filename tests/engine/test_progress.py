@@ -6,7 +6,8 @@ import re
 import pytest
 from rich.console import Console
 
-from confitune.engine import EpochEnd, LiveProgress
+from confitune.engine import EpochEnd
+from confitune.engine.progress import LiveProgress
 
 
 def console(terminal):

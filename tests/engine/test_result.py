@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from confitune import metrics
-from confitune.engine import RunResult, add_result, evaluate, read_results
-from confitune.engine.result import command_line, summary_of
+from confitune.engine import RunResult, evaluate, read_results
+from confitune.engine.result import add_result, command_line, summary_of
 from confitune.errors import ConfituneError
 from confitune.files import DamagedFileError, checksum_of
 from confitune.methods import Method

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from confitune.engine import Checkpoint, CsvLog, Listener, TrainSettings
+from confitune.engine import CsvLog, Listener, TrainSettings
+from confitune.engine.checkpoint import Checkpoint
 from confitune.errors import ConfituneError
 from confitune.files import write_sealed
 from killed import Killed, Killer, Starts

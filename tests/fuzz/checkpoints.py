@@ -11,11 +11,12 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from confitune.engine import CHECKPOINT, Checkpoint, SequenceRun, TrainSettings
-from confitune.engine.checkpoint import data_of, values_of
+from confitune.engine import SequenceRun, TrainSettings
+from confitune.engine.checkpoint import CHECKPOINT, Checkpoint, data_of, values_of
 from confitune.files import read_sealed, write_sealed
 from confitune.methods import create_method
-from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, TaskSequence
+from confitune.tasks import TaskSequence
+from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD
 from fuzz.mutations import DEEP, changed, damaged
 from fuzz.watch import Watch
 

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 from PIL import Image
 
-from confitune.tasks import Pipeline, open_rgb
+from confitune.tasks.decode import Pipeline, open_rgb
 from fuzz.mutations import damaged
 from fuzz.watch import Watch
 

@@ -11,17 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from confitune.engine import (
-    Checkpoint,
-    CsvLog,
-    Listener,
-    LiveProgress,
-    RunResult,
-    TaskFit,
-    Turns,
-    evaluate,
-    fit,
-)
+from confitune.engine import CsvLog, Listener, RunResult, TaskFit, Turns, evaluate, fit
+from confitune.engine.checkpoint import Checkpoint
+from confitune.engine.progress import LiveProgress
 from confitune.methods import best as best_file, create_method, hierarchical
 from confitune.methods.linear import fit_linear, folds_of
 

@@ -3,7 +3,8 @@ import math
 
 import pytest
 
-from confitune.methods import METHODS, create_method, everything, head_only, head_then_norms, hierarchical
+from confitune.methods import METHODS, create_method, hierarchical
+from confitune.methods.stages import everything, head_only, head_then_norms
 
 GROUPS = {"head": {"head"}, "head+norms": {"head", "norms"}, "all": {"head", "norms", "weights"}}
 

@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
-from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, DataError, Pipeline, UnreadableImageError, open_rgb
-from confitune.tasks.decode import byte_wrap_table, pixels_of, to_rgb
+from confitune.errors import DataError, UnreadableImageError
+from confitune.tasks.decode import Pipeline, byte_wrap_table, open_rgb, pixels_of, to_rgb
+from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD
 
 CLEAN = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224)])
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from confitune.tasks import DATASETS, DataError, DataMissingError, DatasetInfo, TaskSequence, load_tasks
+from confitune.errors import DataError, DataMissingError
+from confitune.tasks import DATASETS, TaskSequence, load_tasks
+from confitune.tasks.datasets.dataset import DatasetInfo
 
 GREY = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 
@@ -24,7 +26,7 @@ def test_bad_options_are_explained() -> None:
         load_tasks("digits", tasks=0, **GREY)
     with pytest.raises(DataError, match="classes_per_task is 0"):
         load_tasks("digits", classes_per_task=0, **GREY)
-    with pytest.raises(DataError, match="no pipeline 'dirty'"):
+    with pytest.raises(DataError, match=r"no 'dirty' pipeline \(those that have it: none\); use 'clean'"):
         load_tasks("digits", pipeline="dirty", **GREY)
 
 

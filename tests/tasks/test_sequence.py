@@ -4,7 +4,8 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from confitune.tasks import DataError, Images, Preprocess, Task, TaskSequence
+from confitune.errors import DataError
+from confitune.tasks import Images, Preprocess, Task, TaskSequence
 
 PLAIN = Preprocess((0.0,) * 3, (1.0,) * 3)
 
@@ -225,11 +226,15 @@ GOOD = [(pillow(i), i % 2) for i in range(10)]
         (
             [Listed([*GOOD, (Image.new("RGB", (9, 9)), 0)])],
             {},
-            "2 sizes, such as 4 x 6 and 9 x 9 pixels",
+            r"2 kinds, such as torch\.uint8 \[3, 4, 6\] and torch\.uint8 \[3, 9, 9\]; make them one type and size",
         ),
         ([[Listed(GOOD), Listed(GOOD)]], {}, r"tuple \(train, test\)"),
         ([(Listed(GOOD), Listed([(pillow(1), 5)]))], {}, r"labels that the training set lacks: \[5\]"),
-        ([(Listed(GOOD), Listed([(torch.zeros(3, 4, 6), 0)]))], {}, "some images are bytes .* and some are floats"),
+        (
+            [(Listed(GOOD), Listed([(torch.zeros(3, 4, 6), 0)]))],
+            {},
+            r"torch.float32 .* and torch.uint8 .*; make them one type",
+        ),
         ([(Listed(GOOD),) * 3], {}, "got 3 datasets"),
         ([Listed(GOOD)], {"class_names": [("only one",)]}, "2 labels .* but 1 class names"),
         ([Listed(GOOD)], {"task_names": ["a", "b"]}, "task_names has 2 entries for 1 tasks"),

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from sklearn.model_selection import train_test_split
 
-from confitune.tasks import DataError
+from confitune.errors import DataError
 from confitune.tasks.splits import class_order, cut_into_tasks, hold_out, stratified_split
 
 

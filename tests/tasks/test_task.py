@@ -5,7 +5,9 @@ from hypothesis import given, settings, strategies as st
 from PIL import Image
 from torchvision import transforms
 
-from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, DataError, Images, Preprocess, Task
+from confitune.errors import DataError
+from confitune.tasks import Images, Preprocess, Task
+from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD
 
 PLAIN = Preprocess((0.0,) * 3, (1.0,) * 3)
 PIXELS = torch.arange(6, dtype=torch.uint8)[:, None, None, None].expand(6, 3, 2, 2)

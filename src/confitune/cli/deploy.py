@@ -68,7 +68,7 @@ def learn_command(
     from pydantic import ValidationError
 
     from confitune.deploy import LearnSettings, grow, learn
-    from confitune.engine import LiveProgress, decoding_bar
+    from confitune.engine.progress import LiveProgress, decoding_bar
     from confitune.experiments.runs.recipe import merge_settings
 
     console = Console()
@@ -143,7 +143,7 @@ def tasks_command(
       confitune tasks model --undo
     """
     from confitune.deploy import Bundle, changing, check_tasks, go_back, remove_class as forget_class
-    from confitune.engine import decoding_bar
+    from confitune.engine.progress import decoding_bar
     from confitune.experiments.reporting.table import terminal_table
 
     opened = Bundle.open(bundle)
@@ -206,7 +206,8 @@ def predict_command(
       confitune predict model holiday/ --csv --top 1 > answers.csv
     """
     with importing():
-        from confitune.deploy import Predictor, image_files, predict_files
+        from confitune.deploy import Predictor
+        from confitune.deploy.predictor import image_files, predict_files
 
     errors, files = Console(stderr=True), image_files(images)
     predictor = Predictor.from_bundle(bundle, device=device)
@@ -266,7 +267,8 @@ def serve_command(
     """
     with importing():
         from confitune.deploy import Predictor
-    from confitune.deploy.server import Limits, require_server_packages, serve
+    from confitune.deploy.server import Limits, serve
+    from confitune.deploy.server.app import require_server_packages
 
     require_server_packages()
     body = max_body_mb * 1_000_000

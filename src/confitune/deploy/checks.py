@@ -5,8 +5,8 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from confitune.deploy.bundle import Bundle, BundleError, DamagedError, changing, go_back
-from confitune.deploy.bundle.format import BEFORE
+from confitune.deploy.bundle import Bundle, BundleError, changing, go_back
+from confitune.deploy.bundle.format import BEFORE, DamagedError
 from confitune.deploy.predictor import Predictor
 from confitune.engine import evaluate
 from confitune.errors import ConfituneError

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.functional import one_hot
 from typing_extensions import TypedDict, Unpack
 
-from confitune.deploy.bundle import Bundle, BundleChange, BundleError, MethodOptions, Network, TaskRecord, changing
-from confitune.deploy.bundle.format import check_name, readable
+from confitune.deploy.bundle import Bundle, BundleChange, BundleError, Network, TaskRecord, changing
+from confitune.deploy.bundle.format import MethodOptions, check_name, readable
 from confitune.deploy.checks import Change, check_earlier
 from confitune.deploy.folding import example_images
 from confitune.deploy.label_space import TaskFeatures
@@ -25,7 +25,8 @@ from confitune.engine.evaluation import right_answers
 from confitune.methods import METHODS, Method
 from confitune.nn import ContinualNet, create_backbone, two_scales
 from confitune.settings import NetworkSettings, TrainSettings
-from confitune.tasks import CROP, Images, Progress, Task, load_folder_task
+from confitune.tasks import Images, Progress, Task, load_folder_task
+from confitune.tasks.decode import CROP
 
 _log = logging.getLogger(__name__)
 _TRIED = 256  # training images that show whether anything was learned

@@ -20,10 +20,10 @@ from torch import Tensor
 from confitune.deploy.bundle import Bundle, BundleError, TaskRecord
 from confitune.deploy.ready_tasks import ReadyTasks
 from confitune.engine import TrainSettings
-from confitune.errors import ConfituneError
+from confitune.errors import ConfituneError, DataError, DataMissingError, UnreadableImageError
 from confitune.methods.gaussian import Answers, Gaussians
 from confitune.nn import ContinualNet
-from confitune.tasks import DataError, DataMissingError, Pipeline, UnreadableImageError, is_image_name, open_rgb
+from confitune.tasks.decode import Pipeline, is_image_name, open_rgb
 
 _log = logging.getLogger(__name__)
 MOST_PIXELS = 50_000_000  # of an image to predict: 7,000 pixels square

@@ -1,12 +1,6 @@
 """The loop: fit a task, evaluate, checkpoint, resume, capture."""
 
 from confitune.engine.capture import Executor as Executor, library_switches as library_switches
-from confitune.engine.checkpoint import (
-    BEFORE as BEFORE,
-    CHECKPOINT as CHECKPOINT,
-    Checkpoint as Checkpoint,
-    differences as differences,
-)
 from confitune.engine.context import epochs_of as epochs_of, steps_of as steps_of
 from confitune.engine.evaluation import evaluate as evaluate
 from confitune.engine.events import EpochEnd as EpochEnd, Listener as Listener
@@ -14,19 +8,7 @@ from confitune.engine.feed import batches as batches, place as place, place_task
 from confitune.engine.label_space import require_scenario as require_scenario
 from confitune.engine.logs import CsvLog as CsvLog, run_logs as run_logs
 from confitune.engine.parallel import Turns as Turns
-from confitune.engine.progress import (
-    LiveProgress as LiveProgress,
-    decoding_bar as decoding_bar,
-    progress_board as progress_board,
-)
-from confitune.engine.result import (
-    RunResult as RunResult,
-    add_result as add_result,
-    command_line as command_line,
-    read_results as read_results,
-    summary_of as summary_of,
-    versions as versions,
-)
+from confitune.engine.result import RunResult as RunResult, read_results as read_results
 from confitune.engine.run import SequenceRun as SequenceRun, network_sha256 as network_sha256
 from confitune.engine.training import DivergedError as DivergedError, TaskFit as TaskFit, fit as fit
 from confitune.settings import TrainSettings as TrainSettings

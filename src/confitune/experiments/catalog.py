@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from confitune.analysis import measure_storage
+from confitune.analysis.storage import measure_storage
 from confitune.errors import ConfituneError
 from confitune.experiments.paper.numbers import Searched, searched
 from confitune.experiments.reporting.table import terminal_table

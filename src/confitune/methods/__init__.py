@@ -10,13 +10,7 @@ from confitune.methods.method import (
     TaskContext as TaskContext,
 )
 from confitune.methods.registry import create_method as create_method, method_classes as method_classes
-from confitune.methods.stages import (
-    Stage as Stage,
-    everything as everything,
-    head_only as head_only,
-    head_then_norms as head_then_norms,
-    hierarchical as hierarchical,
-)
+from confitune.methods.stages import Stage as Stage, hierarchical as hierarchical
 
 # A method is known once its file is imported; they are listed in this order.
 for _file in ("baselines", "confit", "best", "ewc", "si", "rwalk", "mas", "cpr", "afec", "ccll"):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import torch
@@ -62,10 +62,6 @@ class Pipeline:
         if self.wrap is not None:
             image = _resize_and_crop(image.point(byte_wrap_table(*self.wrap)))
         return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
-
-    def describe(self) -> dict[str, Any]:
-        """Everything that changes the bytes, for the store's key."""
-        return {"resize": RESIZE, "crop": CROP, "wrap": self.wrap, "use_box": self.use_box}
 
 
 def _resize_and_crop(image: Image.Image) -> Image.Image:
@@ -135,7 +131,8 @@ def open_rgb(source: Path | IO[bytes], *, name: str | None = None, most_pixels: 
     except UnidentifiedImageError as error:  # its message names a Python object
         raise UnreadableImageError(f"cannot read the image {name}: it is no image, or of an unknown kind") from error
     except Exception as error:  # Pillow's decoders raise almost anything on broken input
-        raise UnreadableImageError(f"cannot read the image {name}: {error or type(error).__name__}") from error
+        why = getattr(error, "strerror", None) or error or type(error).__name__
+        raise UnreadableImageError(f"cannot read the image {name}: {why}") from error
 
 
 def pixels_of(data: bytes) -> int:

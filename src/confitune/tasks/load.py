@@ -110,7 +110,7 @@ def load_tasks(
         source = sources[part.key]
         first, last = part.tasks or (1, len(source))
         if last > len(source):
-            raise DataError(f"{part.dataset} has {len(source)} tasks, so {part} is impossible")
+            raise DataError(f"{part.dataset} has {len(source)} tasks, so {part.text} is impossible")
         chosen += source.tasks[first - 1 : last]
     if tasks is not None and not 1 <= tasks <= len(chosen):
         raise DataError(f"{name} has {len(chosen)} tasks, so tasks={tasks} is impossible; give 1 to {len(chosen)}")
@@ -150,7 +150,7 @@ def load_folder_task(
         places = np.array([classes.index(name) for name in images.classes])
         images = replace(images, classes=classes, labels=places[images.labels])
         try:
-            pixels = _pixels(Part(f"folder:{folder}").label, images, Pipeline(), cache_dir, progress)
+            pixels = _pixels(Part(str(folder), f"folder:{folder}").label, images, Pipeline(), cache_dir, progress)
             break
         except UnreadableImageError as error:
             if not (skip_broken and error.files):
@@ -167,11 +167,9 @@ def load_folder_task(
 
 def _pipeline(info: DatasetInfo, name: str, preprocess: Preprocess) -> Pipeline:
     """How a dataset's image files are decoded; an error where it has no pipeline of that name."""
-    if name not in ("clean", "published"):
-        raise DataError(f"there is no pipeline {name!r}; there are 'clean' and 'published'")
     if name not in info.pipelines:
         having = ", ".join(other.name for other in DATASETS.values() if name in other.pipelines)
-        raise DataError(f"{info.name} has no {name!r} pipeline, only {having} have; use 'clean'")
+        raise DataError(f"{info.name} has no {name!r} pipeline (those that have it: {having or 'none'}); use 'clean'")
     if name == "clean":
         return Pipeline()
     # The published code's double transform is in the code of these two sets only.

@@ -45,7 +45,7 @@ _sets = (
     _of_paper("flowers102", read_flowers102, tasks=10, classes_per_task=10, batch_size=32, epochs=10),
     DatasetInfo("photos", lambda *_: read_photos(), tasks=5, classes_per_task=4, batch_size=16, epochs=5),
     DatasetInfo("digits", lambda *_: read_digits(), tasks=5, classes_per_task=2, batch_size=16, epochs=5),
-    DatasetInfo("folder", lambda path, _: read_folder(path), None, classes_per_task=None, batch_size=32, epochs=10),
+    DatasetInfo("folder", lambda path, _: read_folder(path), batch_size=32, epochs=10),
 )
 DATASETS: Mapping[str, DatasetInfo] = MappingProxyType({info.name: info for info in _sets})
 FOLDER_PREFIX = "folder:"
@@ -59,6 +59,7 @@ _OWN = re.compile(rf"(.+\.py|{_NAME}(?:\.{_NAME})*):{_NAME}", re.DOTALL)
 class Part:
     """Tasks of one dataset."""
 
+    text: str  # as it was written
     dataset: str  # a key of `DATASETS`, "folder:PATH", "FILE.py:FUNCTION" or "package.module:FUNCTION"
     tasks: tuple[int, int] | None = None  # the first and the last one, counted from 1; None: all
 
@@ -84,8 +85,7 @@ class Part:
         """What is known of the dataset; "folder:PATH" gives the entry "folder". An error if there is none."""
         if self.own:
             module = self._own_module()  # the function is not called yet
-            batch_size, epochs = getattr(module, "BATCH_SIZE", 32), getattr(module, "EPOCHS", 10)
-            return DatasetInfo(self.dataset, None, None, None, batch_size, epochs)
+            return DatasetInfo(self.dataset, None, getattr(module, "BATCH_SIZE", 32), getattr(module, "EPOCHS", 10))
         if self.dataset in ("folder", FOLDER_PREFIX):
             raise DataError("a folder set needs its path: write folder:PATH")
         if self.folder:
@@ -111,12 +111,6 @@ class Part:
         if self.folder:
             return f"folder-{_plain(Path(self.folder).resolve().name)}"
         return _plain(Path(self.own).name.removesuffix(".py")) if self.own else self.dataset
-
-    def __str__(self) -> str:
-        if self.tasks is None:
-            return self.dataset
-        first, last = self.tasks
-        return f"{self.dataset}:{first}" + (f"-{last}" if last > first else "")
 
     def call_own(self, mean: tuple[float, ...], std: tuple[float, ...], data_dir: Path) -> TaskSequence:
         """What the user's own function returns."""
@@ -167,7 +161,7 @@ def dataset_parts(name: str) -> tuple[Part, ...]:
     for one, other in combinations(parts, 2):
         (first, last), (start, end) = one.tasks or _ALL, other.tasks or _ALL
         if one.key == other.key and first <= end and start <= last:
-            raise DataError(f"{name!r} takes tasks of {one.dataset} twice ({one} and {other})")
+            raise DataError(f"{name!r} takes tasks of {one.dataset} twice ({one.text} and {other.text})")
     return parts
 
 
@@ -189,21 +183,19 @@ def dataset_info(name: str) -> DatasetInfo:
     sets = [part.info for part in parts]
     if len(parts) == 1 and parts[0].tasks is None:
         return sets[0]
-    sizes = {info.classes_per_task for info in sets}
     pipelines = tuple(p for p in sets[0].pipelines if all(p in info.pipelines for info in sets))
-    per_task = sizes.pop() if len(sizes) == 1 else None
-    return replace(sets[0], name=name, tasks=None, classes_per_task=per_task, pipelines=pipelines)
+    return replace(sets[0], name=name, tasks=None, classes_per_task=None, pipelines=pipelines)
 
 
 def _part(text: str) -> Part:
     dataset, _, tasks = text.rpartition(":")
     numbers = _TASKS.fullmatch(tasks)
     if not numbers or dataset in ("", "folder"):  # folder:3 is a folder called 3
-        return Part(text)
+        return Part(text, text)
     first, last = int(numbers[1]), int(numbers[2] or numbers[1])
     if not 1 <= first <= last:
         raise DataError(f"{text!r}: tasks are counted from 1, the smaller number first, e.g. 2 or 1-3; got {tasks}")
-    return Part(dataset, (first, last))
+    return Part(text, dataset, (first, last))
 
 
 def _plain(text: str) -> str:

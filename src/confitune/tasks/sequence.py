@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, overload
 from zlib import crc32
 
@@ -94,14 +94,14 @@ class TaskSequence(Sequence[Task]):
             names = [f"{task.name}:{name}" for task in self for name in task.classes]
         place = {name: number for number, name in enumerate(dict.fromkeys(names))}
         places = torch.tensor([place[name] for name in names]).split([len(task.classes) for task in self])
-        stops = list(accumulate(len(task.classes) for task in self))
+        starts = accumulate((len(task.classes) for task in self), initial=0)
         whole = Task(
             name="joint",
             classes=tuple(place),
             train=_joined_images([task.train for task in self], places),
             test=_joined_images([task.test for task in self], places),
             preprocess=self[0].preprocess,
-            groups=() if by_name else tuple(zip([0, *stops[:-1]], stops, strict=True)),
+            groups=() if by_name else tuple(pairwise(starts)),
         )
         return replace(self, tasks=(whole,))
 
@@ -163,9 +163,7 @@ class TaskSequence(Sequence[Task]):
         tasks = []
         for index, data in enumerate(datasets):
             task = task_names[index] if task_names else f"task{index + 1}"
-            parts = (
-                data if isinstance(data, tuple) else (data,)
-            )  # only a tuple is a pair: a list may be a dataset itself
+            parts = data if isinstance(data, tuple) else (data,)  # a list may be a dataset itself
             if len(parts) not in (1, 2):
                 raise DataError(
                     f"task {task!r}: expected a dataset or a tuple (train, test), got {len(parts)} datasets"
@@ -245,17 +243,11 @@ def _as_tensor(image: Any, task: str, index: int) -> Tensor:
 
 
 def _stacked(images: list[Tensor], task: str) -> Tensor:
-    if len({image.dtype for image in images}) > 1:
+    kinds = sorted({f"{image.dtype} {list(image.shape)}" for image in images})
+    if len(kinds) > 1:
         raise DataError(
-            f"task {task!r}: some images are bytes (PIL or uint8) and some are floats; give all datasets of a task the "
-            "same transform"
-        )
-    sizes = sorted({tuple(image.shape[1:]) for image in images})
-    if len(sizes) > 1:
-        some = " and ".join(f"{height} x {width}" for height, width in sizes[:2])
-        raise DataError(
-            f"task {task!r}: its images have {len(sizes)} sizes, such as {some} pixels; make them one size with a "
-            "transform, e.g. Compose([Resize(256), CenterCrop(224)])"
+            f"task {task!r}: its images are of {len(kinds)} kinds, such as {kinds[0]} and {kinds[1]}; make them one "
+            "type and size with the same transform for all, e.g. Compose([Resize(256), CenterCrop(224)])"
         )
     return torch.stack(images)
 

@@ -1,10 +1,9 @@
 """The decode-once image store: a dataset's images as one file of bytes, mapped into memory.
 
 Decoding JPEGs takes longer than a training step on a small network, and each run would do it again in each epoch.
-So a dataset is decoded once, on all cores, to `NAME-KEY.u8` (bytes [M,3,H,W]) with a small `NAME-KEY.json` beside it
-(shape, checksums, pipeline). KEY is made from the folder, the names, sizes and modification times of all files and
-from everything in the pipeline that changes bytes: a changed file or another pipeline is another store. Stores can
-be deleted at any time; they are built again.
+So a dataset is decoded once, on all cores, to `NAME-KEY.u8`: bytes [M,3,H,W], then a CRC-32 of each image. KEY is made
+from the folder, the names, sizes and modification times of all files and the pipeline: a changed file or another
+pipeline is another store. Stores can be deleted at any time; they are built again.
 """
 
 import json
@@ -12,12 +11,14 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,9 @@ from confitune.errors import DataError, UnreadableImageError
 from confitune.files import exclusive, remove_partial, write_whole
 from confitune.tasks.decode import CROP, Box, Pipeline, Progress, open_rgb
 
-FORMAT = 2  # raise when the file's layout or the decoding changes, so that older stores are not read
+FORMAT = 3  # raise when the file's layout or the decoding changes, so that older stores are not read
+CHECKSUM = "<u4"
+SHAPE = (3, CROP, CROP)
 CHUNK = 128  # images decoded between two writes: enough to keep all cores busy, little memory
 
 
@@ -59,26 +62,25 @@ def open_store(
         if progress is not None:
             progress(f"{what} {name}", done, len(files))
 
-    place = cache_dir / f"{name}-{pipeline.name}-{_key(folder, files, pipeline)}"
-    shape = (len(files), 3, CROP, CROP)
-    stored = _read(place, shape)
+    path = cache_dir / f"{name}-{pipeline.name}-{_key(folder, files, pipeline)}.u8"
+    stored = _read(path, len(files))
     if stored is not None:
         return stored
     try:
-        with exclusive(Path(f"{place}.lock"), lambda: say("waiting for another process to decode", 0)) as held:
-            stored = _read(place, shape)  # another process may have built it meanwhile
+        with exclusive(path.with_suffix(".lock"), lambda: say("waiting for another process to decode", 0)) as held:
+            stored = _read(path, len(files))  # another process may have built it meanwhile
             if stored is None:
                 if held:  # nobody else is writing: what lies here was left by a process that was killed
-                    remove_partial(cache_dir, place.name)
-                _build(place, folder, files, pipeline, shape, lambda done: say("decoding", done))
-                stored = _read(place, shape)
+                    remove_partial(cache_dir, path.stem)
+                write_whole(path, lambda out: _decode(out, folder, files, pipeline, lambda done: say("decoding", done)))
+                stored = _read(path, len(files))
     except OSError as error:
         raise DataError(
-            f"cannot write the image store {place}.u8 ({math.prod(shape) / 2**20:.0f} MB): {error}; "
+            f"cannot write the image store {path} ({len(files) * math.prod(SHAPE) / 2**20:.0f} MB): {error}; "
             "free some space or set cache_dir (or CONFITUNE_CACHE) to another folder"
         ) from error
     if stored is None:
-        raise DataError(f"the image store {place}.u8 was written but reads back differently; check the disk")
+        raise DataError(f"the image store {path} was written but reads back differently; check the disk")
     return stored
 
 
@@ -89,51 +91,36 @@ def _key(folder: Path, files: Sequence[ImageFile], pipeline: Pipeline) -> str:
     have one size, so two datasets can look alike in everything else.
     """
     digest = blake2b(digest_size=10)
-    digest.update(json.dumps([FORMAT, str(folder.resolve()), pipeline.describe()]).encode())
+    digest.update(json.dumps([FORMAT, str(folder.resolve()), asdict(pipeline)]).encode())
     for file in files:
-        try:
+        digest.update(json.dumps([file.name, file.box if pipeline.use_box else None]).encode())
+        with suppress(OSError):  # where it is to be decoded, it is named with all that cannot be
             status = (folder / file.name).stat()
-        except OSError as error:
-            raise UnreadableImageError(
-                f"cannot read the image {folder / file.name}: {error.strerror}", [file.name]
-            ) from error
-        box = file.box if pipeline.use_box else None
-        digest.update(json.dumps([file.name, status.st_size, status.st_mtime_ns, box]).encode())
+            digest.update(json.dumps([status.st_size, status.st_mtime_ns]).encode())
     return digest.hexdigest()
 
 
-def _read(place: Path, shape: tuple[int, ...]) -> Tensor | None:
-    """The store's images, or None where there is no complete and undamaged store."""
-    pixels = Path(f"{place}.u8")
-    size = math.prod(shape)
+def _read(path: Path, count: int) -> Tensor | None:
+    """So many images from a store, or None where there is no complete and undamaged one."""
+    size = count * math.prod(SHAPE)
     try:
-        header = json.loads(Path(f"{place}.json").read_text())
-        if header["shape"] != list(shape) or pixels.stat().st_size != size:
+        if path.stat().st_size != size + 4 * count:
             return None
-        images = torch.from_file(str(pixels), shared=False, size=size, dtype=torch.uint8).view(shape)
-        return images if _are_whole(images, header["crc32"]) else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        whole = torch.from_file(str(path), shared=False, size=size + 4 * count, dtype=torch.uint8)
+    except OSError:
         return None
-
-
-def _are_whole(images: Tensor, checksums: list[int]) -> bool:
-    """On all cores: zlib works outside Python's lock."""
+    images, checksums = whole[:size].view(count, *SHAPE), whole[size:].numpy().view(CHECKSUM)
 
     def same(first: int) -> bool:
-        part = images[first : first + CHUNK]
-        return [crc32(image.numpy()) for image in part] == checksums[first : first + CHUNK]
+        part = slice(first, first + CHUNK)
+        return np.array_equal([crc32(image.numpy()) for image in images[part]], checksums[part])
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return len(checksums) == len(images) and all(pool.map(same, range(0, len(images), CHUNK)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # zlib works outside Python's lock
+        return images if all(pool.map(same, range(0, count, CHUNK))) else None
 
 
-def _build(
-    place: Path,
-    folder: Path,
-    files: Sequence[ImageFile],
-    pipeline: Pipeline,
-    shape: tuple[int, ...],
-    decoded: Callable[[int], None],
+def _decode(
+    out: IO[bytes], folder: Path, files: Sequence[ImageFile], pipeline: Pipeline, decoded: Callable[[int], None]
 ) -> None:
     checksums: list[int] = []
     broken: dict[str, str] = {}  # files that cannot be read, and why
@@ -147,27 +134,15 @@ def _build(
             broken[file.name] = f"cannot resize and crop the image {folder / file.name}: {error}"
         return b""
 
-    def write_pixels(out: IO[bytes]) -> None:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes and resizes outside Python's lock
-            for first in range(0, len(files), CHUNK):
-                chunk = files[first : first + CHUNK]
-                for image in pool.map(decode, chunk):
-                    out.write(image)
-                    checksums.append(crc32(image))
-                decoded(first + len(chunk))
-        if broken:  # all of them at once: one run for each broken file would be tedious
-            listed = "\n".join(broken[name] for name in sorted(broken)[:20])
-            message = f"{listed}\n{len(broken)} of {len(files)} images; replace or remove them"
-            raise UnreadableImageError(message, broken)
-
-    # The header is written last: it says that the pixels beside it are complete.
-    Path(f"{place}.json").unlink(missing_ok=True)
-    write_whole(Path(f"{place}.u8"), write_pixels)
-    header = {
-        "format": FORMAT,
-        "shape": list(shape),
-        "crc32": checksums,
-        "folder": str(folder.resolve()),
-        "pipeline": {"name": pipeline.name, **pipeline.describe()},
-    }
-    write_whole(Path(f"{place}.json"), lambda out: out.write(json.dumps(header, indent=1).encode()))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes and resizes outside Python's lock
+        for first in range(0, len(files), CHUNK):
+            chunk = files[first : first + CHUNK]
+            for image in pool.map(decode, chunk):
+                out.write(image)
+                checksums.append(crc32(image))
+            decoded(first + len(chunk))
+    if broken:  # all of them at once: one run for each broken file would be tedious
+        listed = "\n".join(broken[name] for name in sorted(broken)[:20])
+        message = f"{listed}\n{len(broken)} of {len(files)} images; replace or remove them"
+        raise UnreadableImageError(message, broken)
+    out.write(np.array(checksums, CHECKSUM).tobytes())

@@ -4,7 +4,8 @@ import json
 
 import torch
 
-from confitune.deploy import Bundle, TaskRecord, changing
+from confitune.deploy import Bundle, changing
+from confitune.deploy.bundle import TaskRecord
 from deploy.shared import NETWORK as SMALLER, backbone_of
 
 NETWORK = SMALLER.model_copy(update={"size": 64})

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from confitune.deploy import Bundle, BundleError, TaskRecord, changing, examine, go_back
+from confitune.deploy import Bundle, BundleError, changing, examine, go_back
+from confitune.deploy.bundle import TaskRecord
 from confitune.deploy.bundle.store import Store
 from confitune.nn import XconvNorms
 from deploy.bundle.shared import NETWORK, backbone_name, by_hand, logits, read_everything, same_tensors, sums_name

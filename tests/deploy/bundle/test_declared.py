@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from confitune.deploy import Bundle, BundleError, TaskRecord, changing
+from confitune.deploy import Bundle, BundleError, changing
+from confitune.deploy.bundle import TaskRecord
 from confitune.nn import backbones
 from deploy.shared import NETWORK, add, perturbed
 

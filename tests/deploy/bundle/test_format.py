@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from confitune.deploy import Bundle, BundleError, TaskRecord
+from confitune.deploy import Bundle, BundleError
+from confitune.deploy.bundle import TaskRecord
 from confitune.deploy.bundle.format import Manifest, StoredFile, check_name
 from deploy.bundle.shared import no_way_back
 from deploy.shared import NETWORK, edited, flipped

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 
 from confitune.deploy import Bundle, BundleError, changing, go_back
-from confitune.deploy.bundle import StoredFile
+from confitune.deploy.bundle.format import StoredFile
 from confitune.deploy.bundle.store import Store
 from deploy.bundle.shared import no_way_back, read_everything
 from deploy.shared import contents_and_times as contents, flipped

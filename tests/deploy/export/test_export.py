@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from confitune.deploy.export import check_export, export as exporting, export_network, onnx as onnx_format
+from confitune.deploy.export import export as exporting, onnx as onnx_format
+from confitune.deploy.export.export import check_export, export_network
 from confitune.errors import ConfituneError
 from confitune.nn import Norms
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from confitune import __version__
-from confitune.deploy.export import check_export, export_network
+from confitune.deploy.export.export import check_export, export_network
 from confitune.errors import ConfituneError
 from confitune.methods.ccll import Calibrations
 from confitune.nn import Deltas, Norms, XconvNorms

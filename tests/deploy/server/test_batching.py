@@ -13,8 +13,7 @@ from confitune.deploy import Prediction
 from confitune.deploy.server import Limits, batching
 from confitune.deploy.server.batching import Batcher
 from confitune.deploy.server.limits import Refusal
-from confitune.errors import ConfituneError
-from confitune.tasks import UnreadableImageError
+from confitune.errors import ConfituneError, UnreadableImageError
 from deploy.shared import FakePredictor, until
 
 

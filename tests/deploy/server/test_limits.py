@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from confitune.deploy import Prediction
 from confitune.deploy.server import Limits, create_app
-from confitune.tasks import UnreadableImageError
+from confitune.errors import UnreadableImageError
 from deploy.server.running import running_server
 from deploy.shared import FakePredictor, known, until
 

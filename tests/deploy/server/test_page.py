@@ -14,7 +14,7 @@ from PIL import Image
 
 from confitune.deploy import Prediction
 from confitune.deploy.server import Limits
-from confitune.tasks import open_rgb
+from confitune.tasks.decode import open_rgb
 from deploy.server.running import running_server
 from deploy.shared import FakePredictor, known, until
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from confitune.engine import add_result
+from confitune.engine.result import add_result
 from confitune.errors import ConfituneError
 from confitune.experiments.paper.plan import Scope
 from confitune.experiments.paper.reproduce import reproduce

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from confitune.engine import differences, read_results
+from confitune.engine import read_results
+from confitune.engine.checkpoint import differences
 from confitune.errors import ConfituneError
 from confitune.experiments.paper.numbers import chosen_options
 from confitune.experiments.runs.identity import DEFAULTS, filled, option_defaults, run_key, shortened

@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 
 from confitune import metrics
-from confitune.engine import Checkpoint, RunResult, SequenceRun
+from confitune.engine import RunResult, SequenceRun
+from confitune.engine.checkpoint import Checkpoint
 from confitune.errors import ConfituneError
 from confitune.experiments.reporting.table import sections_of
 from confitune.experiments.runs.identity import file_name, filled, finished_runs

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from sklearn.datasets import load_digits
 
-from confitune.tasks import DataError, TaskSequence, load_tasks
+from confitune.errors import DataError
+from confitune.tasks import TaskSequence, load_tasks
 from confitune.tasks.datasets import bundled
 
 GREY = {"mean": (0.5,) * 3, "std": (0.5,) * 3}

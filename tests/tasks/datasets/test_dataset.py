@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from confitune.tasks import DataError
+from confitune.errors import DataError
 from confitune.tasks.datasets.dataset import unpack
 
 Entry = tarfile.TarInfo | tuple[str, bytes]

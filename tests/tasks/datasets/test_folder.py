@@ -3,15 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from confitune.tasks import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    DataError,
-    DataMissingError,
-    TaskSequence,
-    UnreadableImageError,
-    load_tasks,
-)
+from confitune.errors import DataError, DataMissingError, UnreadableImageError
+from confitune.tasks import TaskSequence, load_tasks
+from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD
 
 
 @pytest.fixture
@@ -151,5 +145,5 @@ def test_one_half_of_a_split_is_not_taken_for_a_class(load, class_folders: Path,
 
 
 def test_there_is_no_published_pipeline(load, class_folders: Path) -> None:
-    with pytest.raises(DataError, match="only cifar100, cub200, caltech101, flowers102 have"):
+    with pytest.raises(DataError, match=r"those that have it: cifar100, cub200, caltech101, flowers102\); use 'clean'"):
         load(class_folders, pipeline="published")

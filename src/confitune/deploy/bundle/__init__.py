@@ -2,11 +2,4 @@
 
 from confitune.deploy.bundle.bundle import Bundle as Bundle
 from confitune.deploy.bundle.change import BundleChange as BundleChange, changing as changing, go_back as go_back
-from confitune.deploy.bundle.format import (
-    BundleError as BundleError,
-    DamagedError as DamagedError,
-    MethodOptions as MethodOptions,
-    Network as Network,
-    StoredFile as StoredFile,
-    TaskRecord as TaskRecord,
-)
+from confitune.deploy.bundle.format import BundleError as BundleError, Network as Network, TaskRecord as TaskRecord

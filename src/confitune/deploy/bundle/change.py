@@ -33,7 +33,7 @@ from confitune.deploy.bundle.format import (
     check_name,
 )
 from confitune.deploy.label_space import TaskFeatures, calibrate, space_state, sums_from_state, updated
-from confitune.engine import versions
+from confitune.engine.result import versions
 from confitune.methods.gaussian import FeatureSums
 from confitune.tasks import Images
 

@@ -24,8 +24,8 @@ from confitune.errors import ConfituneError
 from confitune.files import write_whole
 from confitune.nn import ContinualNet, state_sha256
 from confitune.nn.geometry import Size
-from confitune.tasks import CROP, Preprocess
-from confitune.tasks.decode import RESIZE
+from confitune.tasks import Preprocess
+from confitune.tasks.decode import CROP, RESIZE
 
 _TOLERANCE = 1e-4
 _COMPARED = 10  # images

@@ -10,14 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from confitune.analysis import (
-    ShiftRecorder,
-    check_proposition1,
-    check_proposition2,
-    check_proposition3,
-    measure_storage,
-    transductive_accuracy,
-)
+from confitune.analysis.shift import ShiftRecorder
+from confitune.analysis.storage import measure_storage
+from confitune.analysis.theory import check_proposition1, check_proposition2, check_proposition3
+from confitune.analysis.transductive import transductive_accuracy
 from confitune.engine import Listener
 from confitune.experiments.paper.numbers import reported
 from confitune.experiments.paper.outcome import Outcome

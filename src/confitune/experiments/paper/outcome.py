@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from confitune.engine import RunResult, command_line, summary_of, versions
+from confitune.engine import RunResult
+from confitune.engine.result import command_line, summary_of, versions
 from confitune.experiments.reporting.report import write_readme, write_text
 from confitune.experiments.reporting.table import FEW, markdown_table
 from confitune.metrics import mean_and_interval

@@ -5,7 +5,8 @@ from itertools import combinations
 
 import torch
 
-from confitune.engine import RunResult, summary_of
+from confitune.engine import RunResult
+from confitune.engine.result import summary_of
 from confitune.experiments.paper.numbers import reported, searched
 from confitune.experiments.paper.outcome import Outcome, cells_of
 from confitune.experiments.paper.plan import Part, Parts, Scope
@@ -13,7 +14,8 @@ from confitune.experiments.reporting.table import shown
 from confitune.experiments.runs.identity import file_name, filled, value_text
 from confitune.experiments.runs.tune import plan_search, run_search, winner
 from confitune.metrics import mean_and_interval
-from confitune.tasks import IMAGENET_MEAN, IMAGENET_STD, TaskSequence, dataset_info
+from confitune.tasks import TaskSequence, dataset_info
+from confitune.tasks.task import IMAGENET_MEAN, IMAGENET_STD
 
 
 def datasets(outcome: Outcome, scope: Scope, parts: Parts) -> None:

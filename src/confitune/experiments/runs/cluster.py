@@ -21,7 +21,8 @@ import torch
 from rich.console import Console
 
 from confitune import __version__
-from confitune.engine import Listener, RunResult, progress_board
+from confitune.engine import Listener, RunResult
+from confitune.engine.progress import progress_board
 from confitune.errors import ConfituneError
 from confitune.experiments.runs.job import Job, TrainingError, groups_of, load, side_by_side
 from confitune.experiments.runs.recipe import Recipe

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from confitune import engine
-from confitune.engine import Listener, RunResult
+from confitune.engine import Listener
+from confitune.engine.result import RunResult, add_result
 from confitune.errors import ConfituneError
 from confitune.experiments.runs.identity import RUNS, WORK, file_name, finished_runs, run_key
 from confitune.experiments.runs.recipe import Recipe
@@ -153,7 +154,7 @@ def side_by_side(
             if result is None:
                 _note_other_images(job, sequence, finished.values(), progress)
                 result = _trained(job, backbone, sequence, progress, turn)
-                engine.add_result(job.out / RUNS, result)
+                add_result(job.out / RUNS, result)
             return result
 
     # Switches are the whole process's: set here, they stay while the runs' threads come and go.

@@ -12,8 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
-from confitune import engine
-from confitune.engine import RunResult
+from confitune.engine.checkpoint import BEFORE, CHECKPOINT, Checkpoint, differences
+from confitune.engine.progress import LiveProgress, decoding_bar, progress_board
+from confitune.engine.result import RunResult, command_line
 from confitune.errors import ConfituneError
 from confitune.experiments.reporting.report import write_pages
 from confitune.experiments.runs.identity import filled, finished_runs, shortened
@@ -49,11 +50,11 @@ class Place:
         """
         for _, of_recipe in groupby(jobs, lambda job: job.recipe):
             alike = list(of_recipe)
-            with engine.decoding_bar(self.console) as bar:
+            with decoding_bar(self.console) as bar:
                 loaded = load(alike[0], bar)
             for group in groups_of(alike, self.parallel_seeds):
-                board = engine.progress_board(self.console) if len(group) > 1 and self.console.is_terminal else None
-                listeners = [engine.LiveProgress(self.console, job.label, board) for job in group]
+                board = progress_board(self.console) if len(group) > 1 and self.console.is_terminal else None
+                listeners = [LiveProgress(self.console, job.label, board) for job in group]
                 try:
                     with board or nullcontext(), ExitStack() as afterwards:
                         for listener in listeners:
@@ -122,13 +123,13 @@ def plan_recipe(recipe: Recipe, out: Path, place: Place, *, resume: bool = False
     recipe = place.settled(recipe)
     backbone = load_backbone(recipe)
     jobs = [
-        Job(recipe, out, method, seed, backbone.weights_sha256, engine.command_line(), **how)
+        Job(recipe, out, method, seed, backbone.weights_sha256, command_line(), **how)
         for method in recipe.methods
         for seed in recipe.run_seeds
     ]
     finished = finished_runs(out)
     for job in () if resume else jobs:
-        begun = any((job.folder / name).exists() for name in (engine.CHECKPOINT, engine.BEFORE))
+        begun = any((job.folder / name).exists() for name in (CHECKPOINT, BEFORE))
         if begun or job.key in finished:
             what = f"{out} holds a {'finished' if job.key in finished else 'broken-off'} run of {job.label}"
             raise ConfituneError(f"{what}: add --resume to take it as it is and go on, or choose another --out folder")
@@ -136,7 +137,7 @@ def plan_recipe(recipe: Recipe, out: Path, place: Place, *, resume: bool = False
     for method in dict.fromkeys(job.method for job in left):  # now, not after those that can do it were trained
         recipe.method(method).network(copy.deepcopy(backbone.module))
     for job in left:
-        engine.Checkpoint.load(job.folder, job.config)
+        Checkpoint.load(job.folder, job.config)
     if left:
         require_writable(out)
     return jobs
@@ -182,6 +183,6 @@ def _other_settings(jobs: Sequence[Job]) -> str:
     for job in (job for job in jobs if job.key not in finished):
         for other in finished.values():
             if (other.dataset, other.method, other.seed) == (job.recipe.dataset, job.method, job.seed):
-                differing = engine.differences(*(filled(shortened(config)) for config in (other.config, job.config)))
+                differing = differences(*(filled(shortened(config)) for config in (other.config, job.config)))
                 return f"{job.out} has {job.label} with other settings ({differing}); it stays, this is another run"
     return ""

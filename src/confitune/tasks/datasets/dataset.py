@@ -29,10 +29,10 @@ class DatasetInfo:
 
     name: str  # as given to `load_tasks`
     read: Callable[[Path, bool], ImageSet] | None  # from the data folder, or download it; None: a user's own function
-    tasks: int | None  # by default; None where that depends on the data
-    classes_per_task: int | None  # likewise
     batch_size: int
     epochs: int  # of each task
+    tasks: int | None = None  # by default; None where that depends on the data, or on the parts that are joined
+    classes_per_task: int | None = None  # likewise
     pipelines: tuple[str, ...] = ("clean",)  # preprocessing that there is, the default first
     from_paper: bool = False  # whether tasks, batch size and epochs are those of the ConFiT paper (sec. 4.1)
 
@@ -59,14 +59,11 @@ class Remote:
     url: str
     md5: str
 
-    @property
-    def name(self) -> str:
-        return self.url.rpartition("/")[2]
-
     def fetch(self, folder: Path) -> Path:
         """The file in `folder`, downloaded if it is not there."""
-        download_url(self.url, folder, self.name, self.md5)
-        return folder / self.name
+        file = folder / self.url.rpartition("/")[2]
+        download_url(self.url, folder, file.name, self.md5)
+        return file
 
     def fetch_folder(self, place: Path) -> None:
         """Put the folder `place.name` of this archive at `place`; the archive is not kept."""

@@ -138,12 +138,8 @@ def _species(name: str) -> str:
 
 def _table(path: Path) -> dict[int, str]:
     """Lines "number value" as a mapping."""
-    rows = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        number, _, value = line.strip().partition(" ")
-        if number:
-            rows[int(number)] = value
-    return rows
+    lines = (line.strip().partition(" ") for line in path.read_text(encoding="utf-8").splitlines())
+    return {int(number): value for number, _, value in lines if number}
 
 
 def _box(text: str) -> Box:
