@@ -217,7 +217,7 @@ def reproduce_command(
       confitune reproduce table1.yaml --data-dir data  [dim]# a recipe that comes along[/dim]
     """
     from confitune.experiments.paper.plan import read_scope
-    from confitune.experiments.paper.reproduce import reproduce
+    from confitune.experiments.paper.reproduce import PAGE, reproduce
 
     given = settings if seeds is None else {**settings, "seeds": seeds}
     scope, whats = read_scope(
@@ -228,7 +228,8 @@ def reproduce_command(
     for outcome in outcomes:
         verdicts = [cell.verdict for cell in outcome.cells]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("inside", "higher", "lower") if v in verdicts)
-        say(f"{outcome.title}: {out / (outcome.what + '.md')}" + (f" ({counts})" if counts else ""))
+        say(outcome.title + (f" ({counts})" if counts else ""))
+    say(f"Everything is in {out}; the page to read: {out / PAGE}")
 
 
 @app.command(name="report")

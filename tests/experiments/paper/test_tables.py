@@ -186,7 +186,7 @@ def test_every_method_stands_beside_the_papers_numbers_of_the_dataset(table1, da
         assert acc["difference"] == published["acc"] - told["acc"]
         measured = f"{published['acc']:.2f}"
         line = f"| {dataset} | {method} | ACC | {measured} | 1 | {told['acc']:.2f} ± {told['acc_interval']:.2f} |"
-        assert line in (out / "table1.md").read_text()
+        assert line in (out / "reproduction.md").read_text()
     assert record["notes"] == ["one run of each method is too little to judge what the paper says"]
 
 
@@ -299,7 +299,7 @@ def test_datasets_are_cut_as_the_paper_has_them(small, tmp_path):
         assert found["classes_left_over"] == left_over[dataset]
         assert (found["train_images"], found["test_images"]) == (train * told["tasks"], test * told["tasks"])
         line = f"| {dataset} | train images | {found['train_images']} | {told['train_images']:,} |"
-        assert line in (tmp_path / "datasets.md").read_text()
+        assert line in (tmp_path / "reproduction.md").read_text()
 
 
 def test_datasets_are_counted_as_the_runs_cut_them(small, tmp_path):
