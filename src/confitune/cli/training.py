@@ -112,7 +112,7 @@ def run_command(
       confitune run --method confit --method ewc --method mas --seeds 5 --on ray --cpus-per-run 1
     """
     from confitune.experiments.reporting.report import draw_overview, write_pages
-    from confitune.experiments.reporting.table import summary_table
+    from confitune.experiments.reporting.table import summary_tables
     from confitune.experiments.runs.job import TrainingError
     from confitune.experiments.runs.recipe import make_recipe
     from confitune.experiments.runs.runner import run_recipe
@@ -126,9 +126,9 @@ def run_command(
                 results = run_recipe(checked, out, place=there, resume=resume, checkpoint_seconds=checkpoint_seconds)
             except TrainingError as error:
                 if error.results:  # the others are none the worse for it
-                    console.print(summary_table(error.results))
+                    console.print(*summary_tables(error.results))
                 raise
-    console.print(summary_table(results))
+    console.print(*summary_tables(results))
     try:
         if picture := draw_overview(out, results[0]):
             write_pages(out)

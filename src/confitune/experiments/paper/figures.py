@@ -10,14 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from confitune.analysis import (
-    ShiftRecorder,
-    check_proposition1,
-    check_proposition2,
-    check_proposition3,
-    measure_storage,
-    transductive_accuracy,
-)
+from confitune import analysis
 from confitune.engine import Listener
 from confitune.experiments.paper.numbers import reported
 from confitune.experiments.paper.outcome import Outcome
@@ -57,7 +50,7 @@ def storage(outcome: Outcome, scope: Scope, parts: Parts) -> None:
         recipe = scope.recipe(dataset, "confit")
         tasks = list(range(1, 1 + (recipe.tasks or dataset_info(dataset).tasks or 10)))
         methods = {name: recipe.method(name) for name in scope.chosen(TABLE1)}
-        found = {n: measure_storage(m, m.network(without_memory(recipe.model))) for n, m in methods.items()}
+        found = {n: analysis.measure_storage(m, m.network(without_memory(recipe.model))) for n, m in methods.items()}
         kept = {name: [storage.kept(count) for count in tasks] for name, storage in found.items()}
         heading = f"{recipe.model}, heads not counted"
         head = ["method", "a task", "once", f"kept after {tasks[-1]} tasks"]
@@ -76,7 +69,7 @@ def storage(outcome: Outcome, scope: Scope, parts: Parts) -> None:
 
 def theory(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     """Propositions 1 to 3 as numerical checks."""
-    first, second, third = check_proposition1(), check_proposition2(), check_proposition3()
+    first, second, third = analysis.check_proposition1(), analysis.check_proposition2(), analysis.check_proposition3()
     outcome.data = {"proposition 1": first, "proposition 2": second, "proposition 3": third}
     text = "1: the mean of a convolution's output is the convolution of the mean (padding K - 1, any stride)"
     measured = f"largest difference {first['worst_violation']:.1e} in {first['cases']} random cases"
@@ -95,10 +88,11 @@ def watch_moments(
     net: ContinualNet, sequence: TaskSequence, settings: TrainSettings, folder: Path
 ) -> tuple[Sequence[Listener], Callable[[], dict[str, Any]]]:
     """Measures shift and transductive accuracy of a run."""
-    recorder = ShiftRecorder(net, sequence, settings, folder)
+    recorder = analysis.ShiftRecorder(net, sequence, settings, folder)
 
     def measured() -> dict[str, Any]:
-        return {"shift": recorder.result(), "transductive": transductive_accuracy(net, sequence.tasks, settings)}
+        accuracy = analysis.transductive_accuracy(net, sequence.tasks, settings)
+        return {"shift": recorder.result(), "transductive": accuracy}
 
     return (recorder,), measured
 
@@ -172,17 +166,20 @@ def _claim_shift(outcome: Outcome, dataset: str, d1: dict[str, np.ndarray], adde
 
 def transductive(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     """Accuracy with the test set's true mean and/or variance in place of the running ones."""
-    cases = list(product(("running", "true"), ("running", "true")))
+    cases = [f"{mean} mean, {variance} variance" for mean, variance in product(("running", "true"), repeat=2)]
     for dataset, of_it in parts.items():
         rows = []
         for part in of_it:
             results = _measured(part, "transductive", outcome)
             if not results:
                 continue
-            found = [{(a["mean"], a["variance"]): a["acc"] for a in result["accuracies"]} for result in results]
-            measured = {case: [accuracies[case] for accuracies in found] for case in cases}
-            rows.append([part.method, *(shown(values, 2) for values in measured.values())])
-            means = {f"{m} mean, {v} variance": float(np.mean(values)) for (m, v), values in measured.items()}
+            found = [
+                {f"{a['mean']} mean, {a['variance']} variance": a["acc"] for a in result["accuracies"]}
+                for result in results
+            ]
+            by_case = {case: [accuracies[case] for accuracies in found] for case in cases}
+            rows.append([part.method, *(shown(accs, 2) for accs in by_case.values())])
+            means = {case: float(np.mean(accs)) for case, accs in by_case.items()}
             outcome.data[f"{dataset}/{part.method}"] = means
             running, true_variance, _, both_true = means.values()
             if part.method == "confit":
@@ -190,4 +187,4 @@ def transductive(outcome: Outcome, scope: Scope, parts: Parts) -> None:
                 outcome.claim(f"{dataset}: a true variance gains less than 1 point (confit)", f"{gain:+.2f}", gain < 1)
             text = f"{dataset}: true mean and variance beat running ones ({part.method})"
             outcome.claim(text, f"{both_true - running:+.2f}", both_true > running)
-        outcome.table(dataset, ["method", *(f"{m} mean, {v} variance" for m, v in cases)], rows)
+        outcome.table(dataset, ["method", *cases], rows)
