@@ -219,10 +219,9 @@ def reproduce_command(
     from confitune.experiments.paper.plan import read_scope
     from confitune.experiments.paper.reproduce import PAGE, reproduce
 
-    given = settings if seeds is None else {**settings, "seeds": seeds}
-    scope, whats = read_scope(
-        what, out, datasets=datasets, methods=methods, quick=quick, given=given, changes=changes or ()
-    )
+    asked = {"datasets": datasets, "methods": methods, "seeds": seeds}
+    given = {**settings, **{name: value for name, value in asked.items() if value}}
+    scope, whats = read_scope(what, out, quick, given, changes or ())
     with stoppable("the same command goes on where it was"), place(Console()) as there:
         outcomes = reproduce(whats, replace(scope, place=there))
     for outcome in outcomes:

@@ -3,15 +3,12 @@
 Representational shift per convolution and accuracy with the test set's true moments are measured while runs go on.
 """
 
-from collections.abc import Callable, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from confitune import analysis
-from confitune.engine import Listener
 from confitune.experiments.paper.numbers import reported
 from confitune.experiments.paper.outcome import Outcome
 from confitune.experiments.paper.plan import TABLE1, Part, Parts, Scope
@@ -19,9 +16,8 @@ from confitune.experiments.reporting.figures import matrices, overview_figure, p
 from confitune.experiments.reporting.table import shown
 from confitune.experiments.runs.identity import file_name
 from confitune.metrics import average_accuracy_curve
-from confitune.nn import ContinualNet, without_memory
-from confitune.settings import TrainSettings
-from confitune.tasks import TaskSequence, dataset_info
+from confitune.nn import without_memory
+from confitune.tasks import dataset_info
 
 
 def add_picture(outcome: Outcome, scope: Scope, dataset: str, figure: Any) -> None:
@@ -82,19 +78,6 @@ def theory(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     outcome.claim(text, measured, second["tighter_with_better_features"])
     text = "3: probing first, then fine-tuning moves no features and forgets nothing"
     outcome.claim(text, f"largest move or loss {third['worst_violation']:.1e}", third["holds"])
-
-
-def watch_moments(
-    net: ContinualNet, sequence: TaskSequence, settings: TrainSettings, folder: Path
-) -> tuple[Sequence[Listener], Callable[[], dict[str, Any]]]:
-    """Measures shift and transductive accuracy of a run."""
-    recorder = analysis.ShiftRecorder(net, sequence, settings, folder)
-
-    def measured() -> dict[str, Any]:
-        accuracy = analysis.transductive_accuracy(net, sequence.tasks, settings)
-        return {"shift": recorder.result(), "transductive": accuracy}
-
-    return (recorder,), measured
 
 
 def _measured(part: Part, name: str, outcome: Outcome) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
+from confitune.analysis import ShiftRecorder
 from confitune.errors import ConfituneError
 from confitune.experiments.paper import figures, tables
 from confitune.experiments.paper.outcome import Claim, Outcome
@@ -112,7 +113,7 @@ def _run_missing(parts: Sequence[Part], scope: Scope) -> list[tuple[Part, str]]:
             left.append(part)
     plans = []
     for number, part in enumerate(left, 1):
-        watch = figures.watch_moments if part.recipe in watched else None
+        watch = ShiftRecorder if part.recipe in watched else None
         note = f"{part.recipe.model}, {number} of {len(left)}"
         plans.append(plan_recipe(part.recipe, scope.out, scope.place, resume=True, watch=watch, note=note))
     given = zip(left, run_plans(plans, scope.place), strict=True)
