@@ -34,11 +34,6 @@ class Scope:
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # more for the runs of some methods, by name
     place: Place = field(default_factory=Place)  # where runs are done
 
-    @property
-    def judges(self) -> bool:
-        """Whether several runs of each method are asked for: one is too little to say that a claim does not hold."""
-        return bool({**PAPER, **(QUICK if self.quick else {}), **self.given}["seeds"] > 1)
-
     def recipe(self, dataset: str, method: str, **values: Any) -> Recipe:
         """One experiment as the paper does it, with these values where nothing else was asked for."""
         info = dataset_info(dataset)
