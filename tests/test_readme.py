@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
+from confitune.experiments.paper.reproduce import write_outcomes
 from confitune.experiments.paper.tables import order_of
 from confitune.experiments.reporting.figures import overview_figure, save_figure
 from confitune.experiments.reporting.table import Row, numbers_per_task, sections_of
@@ -17,30 +19,47 @@ from confitune.experiments.runs.identity import finished_runs
 from confitune.metrics import mean_and_interval
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / name for name in ("README.md", "docs/reproduction.md", "docs/best.md", "docs/measurements.md")]
-# A page of results/, its sections with some words in their heading, what it says of the paper's words, or the order of
-# methods.
-BLOCK = re.compile(r"(<!-- (results/\S+?)( claims| order|: [^>]+)? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-BLOCKS = [match.groups()[1:4] for page in PAGES for match in BLOCK.finditer(page.read_text())]
+# A page of results/, one thing that was reproduced, its sections with some words in their heading, what it says of the
+# paper's words, or the order of methods.
+BLOCK = re.compile(
+    r"(<!-- (results/(?!benchmarks/)\S+)(?:(?<=reproduction\.md) ([\w-]+))?( claims| order|: [^>]+)? -->\n)"
+    r"(.*?)(<!-- end -->)",
+    re.DOTALL,
+)
+BLOCKS = [match.groups()[1:5] for page in PAGES for match in BLOCK.finditer(page.read_text())]
 PROSE = re.sub(BLOCK, "", (ROOT / "docs/reproduction.md").read_text())
 PICTURE = ROOT / "docs/overview.png"
 
 
-@pytest.mark.parametrize(("source", "part", "block"), BLOCKS, ids=range(len(BLOCKS)))
-def test_tables_are_the_measured_ones(source: str, part: str | None, block: str) -> None:
-    assert block == measured(source, part), "python tests/test_readme.py --update writes what was measured"
+@pytest.mark.parametrize(("source", "what", "part", "block"), BLOCKS, ids=range(len(BLOCKS)))
+def test_tables_are_the_measured_ones(source: str, what: str | None, part: str | None, block: str) -> None:
+    assert block == measured(source, what, part), "python tests/test_readme.py --update writes what was measured"
 
 
-def measured(source: str, part: str | None) -> str:
+@pytest.mark.parametrize("folder", [path.parent.name for path in RESULTS.glob("*/outcomes.json")])
+def test_pages_of_reproductions_are_made_from_their_numbers(folder: str, tmp_path: Path) -> None:
+    made, there = shutil.copytree(RESULTS / folder, tmp_path / folder), RESULTS / folder
+    write_outcomes(made)
+    for name in ("outcomes.json", "reproduction.md", "README.md"):
+        assert (made / name).read_bytes() == (there / name).read_bytes()
+
+
+def measured(source: str, what: str | None, part: str | None) -> str:
     text = (ROOT / source).read_text()
-    if part == " order":
-        return _order(outcome(source)) + "\n"
+    if what:
+        found = outcome(Path(source).parent.name, what)
+        if part == " order":
+            return _order(found) + "\n"
+        _, _, text = text.partition(f"\n## {found['title']}\n")
+        text = text.partition("\n## ")[0]
     if part and part.startswith(":"):
         sections = [section for section in text.split("\n**") if part[2:] in section.splitlines()[0]]
         text = "\n".join(f"**{section.removeprefix('**')}" for section in sections)
     if part == " claims":
-        text = text.partition("## What the paper says of it\n")[2]
+        text = text.partition("### What the paper says of it\n")[2]
     lines = [line for line in text.splitlines() if not line.startswith("#")]  # a page has headings of its own
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
 
@@ -69,14 +88,14 @@ def draw() -> None:
     Image.open(PICTURE).save(PICTURE, pnginfo=text, optimize=True)
 
 
-def outcome(page: str) -> dict:
-    """The numbers of a page that `confitune reproduce` wrote."""
-    return json.loads((ROOT / page).with_name("outcomes.json").read_text())[Path(page).stem]
+def outcome(folder: str, what: str) -> dict:
+    """The numbers that `confitune reproduce` wrote."""
+    return json.loads((RESULTS / folder / "outcomes.json").read_text())[what]
 
 
 def rows(folder: str, words: str) -> dict[str, Row]:
     """Of the section with these words in its heading, by method."""
-    (found,) = (s for s in sections_of(finished_runs(ROOT / "results" / folder).values()) if words in s.about)
+    (found,) = (s for s in sections_of(finished_runs(RESULTS / folder).values()) if words in s.about)
     return dict(zip(found.names, found.rows, strict=True))
 
 
@@ -92,15 +111,15 @@ def _order(table: dict) -> str:
     return "\n\n".join(told)
 
 
-def acc(source: str) -> dict[str, tuple[float, float]]:
-    """Mean and half of its interval, by method."""
-    cells = outcome(source)["cells"]
+def ablation(folder: str) -> dict[str, tuple[float, float]]:
+    """Mean ACC and half of its interval, by method."""
+    cells = outcome(folder, "table2")["cells"]
     return {c["method"]: (c["measured"], c["interval"]) for c in cells if c["metric"] == "ACC"}
 
 
 def test_what_is_said_of_the_clean_pipeline() -> None:
     assert "all four methods of the ablation are more than ten points better" in PROSE
-    clean, published = acc("results/flowers102-paper-clean/table2.md"), acc("results/flowers102-paper/table2.md")
+    clean, published = ablation("flowers102-paper-clean"), ablation("flowers102-paper")
     assert len(clean) == 4
     assert all(clean[method][0] - published[method][0] > 10 for method in clean)
     assert "Only the intervals of hierarchical fine-tuning and ConFiT do not overlap" in PROSE
@@ -135,8 +154,8 @@ def test_what_is_said_of_linear_probes_and_of_digits() -> None:
 
 def test_what_is_said_of_controls() -> None:
     assert "without it, task-specific batch norm forgets more than shared batch norm" in PROSE
-    controls = outcome("results/flowers102-paper-clean/controls.md")["data"]["flowers102"]
-    cells = outcome("results/flowers102-paper-clean/table2.md")["cells"]
+    controls = outcome("flowers102-paper-clean", "controls")["data"]["flowers102"]
+    cells = outcome("flowers102-paper-clean", "table2")["cells"]
     cases = {case["case"]: case for case in controls}
     (shared,) = (cell["measured"] for cell in cells if (cell["method"], cell["metric"]) == ("finetune", "FGT"))
     assert float(cases["task-bn"]["fgt_shown"].split()[0]) > shared
@@ -149,14 +168,14 @@ def test_what_is_said_of_controls() -> None:
 
 def test_every_row_of_table_1_is_close_to_the_paper() -> None:
     assert "Every row of table 1 is then within two points of the paper" in PROSE
-    cells = outcome("results/flowers102-paper/table1.md")["cells"]
+    cells = outcome("flowers102-paper", "table1")["cells"]
     assert len(cells) == 20
     assert all(abs(cell["measured"] - cell["paper"]) < 2 for cell in cells)
 
 
 def test_every_number_in_words_is_one_that_is_measured_or_set() -> None:
     """Decimals in the page's own words stand in results/, or are settings of the methods."""
-    known = " ".join(path.read_text() for path in (ROOT / "results").rglob("*.md"))
+    known = " ".join(path.read_text() for path in RESULTS.rglob("*.md"))
     settings = {"0.1", "0.01"}  # versions and dampings
     theirs = {"0.51", "0.17"}  # what other papers state
     said = set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", re.sub(r"```.*?```|`[^`]*`", "", PROSE, flags=re.DOTALL)))
@@ -182,7 +201,7 @@ def test_python_example_runs_and_forgets_little(capsys: pytest.CaptureFixture[st
 
 def updated(text: str) -> str:
     """A page with what was measured in its blocks."""
-    return BLOCK.sub(lambda match: match[1] + measured(match[2], match[3]) + match[5], text)
+    return BLOCK.sub(lambda match: match[1] + measured(*match.group(2, 3, 4)) + match[6], text)
 
 
 if __name__ == "__main__" and "--update" in sys.argv:

@@ -11,7 +11,7 @@ from PIL import Image
 from confitune.engine import CsvLog, RunResult
 from confitune.engine.result import summary_of
 from confitune.experiments.reporting.report import write_pages, write_report
-from confitune.experiments.reporting.table import summary_table
+from confitune.experiments.reporting.table import summary_tables
 from confitune.files import checksum_of
 from confitune.tasks.decode import Pipeline
 from confitune.tasks.store import ImageFile, open_store
@@ -85,7 +85,7 @@ def _results(watch: Watch) -> None:
 
     def use(data: bytes) -> None:
         path.write_bytes(data)
-        summary_table([RunResult.of_line(data, "here")])
+        summary_tables([RunResult.of_line(data, "here")])
         write_pages(out)
         write_report(out, out / "report.html", None)
 

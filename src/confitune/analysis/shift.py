@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from confitune.analysis.moments import Moments
+from confitune.analysis.transductive import transductive_accuracy
 from confitune.engine import Listener, TrainSettings
 from confitune.engine.feed import batches
 from confitune.errors import ConfituneError
@@ -74,6 +75,11 @@ class ShiftRecorder(Listener):
             "d1": [_distance(first, last) for first, _, last, _ in pairs],
             "d2": [_distance(used, true) for _, _, true, used in pairs],
         }
+
+    def measured(self) -> dict[str, Any]:
+        """Also what the true moments of all tasks' test images would give, in the end."""
+        accuracy = transductive_accuracy(self._net, self._sequence.tasks, self._settings)
+        return {"shift": self.result(), "transductive": accuracy}
 
     def _measure(self) -> dict[str, Tensor]:
         return moments_at_test(self._net, self._sequence[0], self._settings)

@@ -1,18 +1,48 @@
-"""What all commands share."""
+"""What all commands share, and the entry point."""
 
 import atexit
+import errno
 import gc
+import io
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from confitune.cli.options import CommandGroup
+from confitune.errors import ConfituneError
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 Option = typer.Option
+
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space, or choose a folder on another disk"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "choose a folder that you may read and write"),
+}
+
+
+def main() -> None:
+    """Entry point: errors a user can act on are printed without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names and arrows on a terminal that has no such letters
+    try:
+        app()
+    except (ConfituneError, OSError) as error:
+        message = str(error) if isinstance(error, ConfituneError) else _in_words(error)
+        text = escape(shown(message))  # paths may hold brackets
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {text}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _in_words(error: OSError) -> str:
+    """What the operating system refused, and what to do about it where that is known."""
+    what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    return "; ".join(filter(None, [what, _REMEDIES.get(error.errno or 0)]))
 
 
 def _say_version(asked: bool) -> None:

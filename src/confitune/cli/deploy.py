@@ -62,7 +62,6 @@ def learn_command(
     [bold]Examples[/bold]
 
       confitune learn photos/birds --name birds --bundle model
-
       confitune learn photos/owl --into birds --bundle model
     """
     from pydantic import ValidationError
@@ -135,11 +134,8 @@ def tasks_command(
     [bold]Examples[/bold]
 
       confitune tasks model
-
       confitune tasks model --rename birds "birds of Samoa"
-
       confitune tasks model --check
-
       confitune tasks model --undo
     """
     from confitune.deploy import Bundle, changing, check_tasks, go_back, remove_class as forget_class
@@ -202,7 +198,6 @@ def predict_command(
     [bold]Examples[/bold]
 
       confitune predict model new/*.jpg --task birds
-
       confitune predict model holiday/ --csv --top 1 > answers.csv
     """
     with importing():
@@ -262,7 +257,6 @@ def serve_command(
     [bold]Examples[/bold]
 
       confitune serve model
-
       curl -F images=@bird.jpg -F task=birds http://127.0.0.1:8000/v1/predict
     """
     with importing():
@@ -294,7 +288,6 @@ def export_command(
     [bold]Examples[/bold]
 
       confitune export model --task birds --out birds.onnx
-
       confitune export model --all
     """
     from confitune.deploy import export_bundle

@@ -112,7 +112,7 @@ def run_command(
       confitune run --method confit --method ewc --method mas --seeds 5 --on ray --cpus-per-run 1
     """
     from confitune.experiments.reporting.report import draw_overview, write_pages
-    from confitune.experiments.reporting.table import summary_table
+    from confitune.experiments.reporting.table import summary_tables
     from confitune.experiments.runs.job import TrainingError
     from confitune.experiments.runs.recipe import make_recipe
     from confitune.experiments.runs.runner import run_recipe
@@ -126,9 +126,9 @@ def run_command(
                 results = run_recipe(checked, out, place=there, resume=resume, checkpoint_seconds=checkpoint_seconds)
             except TrainingError as error:
                 if error.results:  # the others are none the worse for it
-                    console.print(summary_table(error.results))
+                    console.print(*summary_tables(error.results))
                 raise
-    console.print(summary_table(results))
+    console.print(*summary_tables(results))
     try:
         if picture := draw_overview(out, results[0]):
             write_pages(out)
@@ -217,18 +217,18 @@ def reproduce_command(
       confitune reproduce table1.yaml --data-dir data  [dim]# a recipe that comes along[/dim]
     """
     from confitune.experiments.paper.plan import read_scope
-    from confitune.experiments.paper.reproduce import reproduce
+    from confitune.experiments.paper.reproduce import PAGE, reproduce
 
-    given = settings if seeds is None else {**settings, "seeds": seeds}
-    scope, whats = read_scope(
-        what, out, datasets=datasets, methods=methods, quick=quick, given=given, changes=changes or ()
-    )
+    asked = {"datasets": datasets, "methods": methods, "seeds": seeds}
+    given = {**settings, **{name: value for name, value in asked.items() if value}}
+    scope, whats = read_scope(what, out, quick, given, changes or ())
     with stoppable("the same command goes on where it was"), place(Console()) as there:
         outcomes = reproduce(whats, replace(scope, place=there))
     for outcome in outcomes:
         verdicts = [cell.verdict for cell in outcome.cells]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in ("inside", "higher", "lower") if v in verdicts)
-        say(f"{outcome.title}: {out / (outcome.what + '.md')}" + (f" ({counts})" if counts else ""))
+        say(outcome.title + (f" ({counts})" if counts else ""))
+    say(f"Everything is in {out}; the page to read: {out / PAGE}")
 
 
 @app.command(name="report")

@@ -42,7 +42,7 @@ def test_options_reach_the_runs(shown):
     form = {"means": "window", "statistics": "pass"}
     for method in ("finetune-xconv", "confit"):
         assert {name: filled(configs[method])[name] for name in form} == form
-    page = (out / "shift.md").read_text()
+    page = (out / "reproduction.md").read_text()
     assert "| confit | window means, pass statistics | 1 |" in page
     assert "| finetune | - | 1 |" in page
     assert page.count("Note: ") == page.count("Note: one run of each method") == 1
@@ -50,7 +50,7 @@ def test_options_reach_the_runs(shown):
 
 def test_the_page_shows_what_was_measured(shown):
     out, results = shown
-    page = (out / "shift.md").read_text()
+    page = (out / "reproduction.md").read_text()
     data = json.loads((out / "outcomes.json").read_text())["shift"]["data"]["digits"]
     for method in results:
         result = results[method].measured["shift"]

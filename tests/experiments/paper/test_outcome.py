@@ -34,8 +34,8 @@ def test_cells_stand_beside_the_papers():
     assert (fgt.metric, fgt.measured, fgt.paper) == ("FGT", 1.5, 1.79)
     assert (joint.method, joint.metric, joint.interval, joint.verdict) == ("joint", "ACC", None, "not reported")
     lines = Outcome(what="x", title="X", cells=[acc, joint]).markdown().splitlines()
-    assert lines[4] == "| flowers102 | confit | ACC | 87.00 | 2 | 86.99 ± 0.25 | +0.01 | inside | - |"
-    assert lines[5] == "| flowers102 | joint | ACC | 90.00 | 1 | - | - | not reported | - |"
+    assert lines[4] == "| flowers102 | confit | ACC | 87.00 | 2 | 86.99 ± 0.25 | +0.01 | inside |"
+    assert lines[5] == "| flowers102 | joint | ACC | 90.00 | 1 | - | - | not reported |"
 
 
 def test_a_task_just_learned_is_measured_as_the_published_code_does_with_ours_beside_it():
@@ -43,7 +43,8 @@ def test_a_task_just_learned_is_measured_as_the_published_code_does_with_ours_be
     acc, fgt = cells_of("flowers102", "confit", runs, reported("table1")["confit"]["flowers102"])
     assert (acc.measured, acc.recovered) == (85.0, 86.0)  # 82 and 88, 82 and 90
     assert (fgt.measured, fgt.recovered) == (3.0, 2.0)
-    assert fgt.row()[3:] == ["3.00", "1", "1.79 ± 0.49", "+1.21", "higher", "2.00"]
+    page = Outcome(what="x", title="X", cells=[acc, fgt]).markdown()
+    assert "| confit | FGT | 3.00 | 1 | 1.79 ± 0.49 | +1.21 | higher | 2.00 |" in page
 
 
 def test_claims_are_told_apart():
@@ -64,6 +65,6 @@ def test_a_page_shows_everything():
         notes=["n"],
     )
     page = outcome.markdown()
-    texts = ("# X", "| d | m |", "## T\n\n| a |", "![X](p.png)", "| c | 2 | holds |", "Note: n")
+    texts = ("## X", "| d | m |", "### T\n\n| a |", "![X](p.png)", "| c | 2 | holds |", "Note: n")
     places = [page.index(text) for text in texts]
     assert places == sorted(places)

@@ -147,7 +147,8 @@ def test_one_run_of_each_method_does_not_judge_the_paper(tmp_path, monkeypatch):
         scope = Scope(tmp_path, methods=tuple(runs), given={"seeds": seeds})
         (outcome,) = reproduce(["table1"], scope)
         verdicts[seeds] = outcome.claims[0].holds
-        assert ("Note: one run of each method is too little" in (tmp_path / "table1.md").read_text()) == (seeds == 1)
+        page = (tmp_path / "reproduction.md").read_text()
+        assert ("Note: one run of each method is too little" in page) == (seeds == 1)
     assert verdicts == {1: None, 2: False}
 
 
@@ -182,8 +183,9 @@ def test_tables_and_figures_are_made_and_runs_not_repeated(tiny, monkeypatch):
     record = json.loads((tiny.out / "outcomes.json").read_text())["table2"]
     assert record["cells"][0]["verdict"] == "not reported"
     assert record["versions"]["torch"]
-    page = (tiny.out / "table2.md").read_text()
-    assert page.startswith("# Ablation (table 2)\n\n| dataset | method |")
+    page = (tiny.out / "reproduction.md").read_text()
+    assert "\n\n## Ablation (table 2)\n\n| dataset | method |" in page
+    assert page.index("## Ablation (table 2)") < page.index("## Representational shift")  # as before it was made again
 
 
 def test_results_of_another_configuration_are_not_taken(tiny):
@@ -202,4 +204,4 @@ def test_what_cannot_be_trained_is_noted_and_the_rest_is_made(tiny):
     assert not outcome.cells
     assert len(outcome.notes) == 3  # with the one on single runs
     assert outcome.notes[1].startswith("digits, finetune: the loss of task 'task1' became")
-    assert "Note: digits, confit" in (scope.out / "table2.md").read_text()
+    assert "Note: digits, confit" in (scope.out / "reproduction.md").read_text()

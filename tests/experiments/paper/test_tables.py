@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from confitune import cli
 from confitune.engine.result import summary_of
+from confitune.experiments.paper import reproduce as session
 from confitune.experiments.paper.numbers import chosen_options, reported
 from confitune.experiments.paper.plan import Scope
 from confitune.experiments.paper.reproduce import reproduce
@@ -154,6 +155,12 @@ def numbers_replaced(out, copied, numbers):
     (copied / "runs.jsonl").write_bytes(b"".join(lines))
 
 
+def asked_for_two_seeds(monkeypatch, given):
+    """Recipe values with which claims are judged, though there is one run: the second seed is not run."""
+    monkeypatch.setattr(session, "_run_missing", lambda parts, scope: [])
+    return {**given, "seeds": 2}
+
+
 # ---- table 1 ---------------------------------------------------------------------------------------------------------
 
 
@@ -186,7 +193,7 @@ def test_every_method_stands_beside_the_papers_numbers_of_the_dataset(table1, da
         assert acc["difference"] == published["acc"] - told["acc"]
         measured = f"{published['acc']:.2f}"
         line = f"| {dataset} | {method} | ACC | {measured} | 1 | {told['acc']:.2f} ± {told['acc_interval']:.2f} |"
-        assert line in (out / "table1.md").read_text()
+        assert line in (out / "reproduction.md").read_text()
     assert record["notes"] == ["one run of each method is too little to judge what the paper says"]
 
 
@@ -243,17 +250,17 @@ def test_the_command_counts_the_verdicts(table1):
 
 @pytest.mark.parametrize(("winning", "holds"), [(SETS, True), (SETS[1:], True), (SETS[2:], False)])
 def test_confit_against_single_task_is_judged_by_all_four(table1, small, tmp_path, winning, holds, monkeypatch):
-    monkeypatch.setattr(Scope, "judges", True)
+    two_seeds = asked_for_two_seeds(monkeypatch, small)
     numbers = {(d, "test_byobnet", "confit"): {"acc": 80.25 if d in winning else 60.5} for d in SETS}
     numbers |= {(d, "test_byobnet", "single-task"): {"acc": 70.75} for d in SETS}
     numbers_replaced(table1[0], tmp_path / "out", numbers)
-    (outcome,) = reproduce(["table1"], Scope(tmp_path / "out", SETS, METHODS, quick=True, given=small))
+    (outcome,) = reproduce(["table1"], Scope(tmp_path / "out", SETS, METHODS, quick=True, given=two_seeds))
     *orders, claim = outcome.claims
     assert [order.text for order in orders] == [f"{d}: the order of the methods" for d in SETS]
     assert claim.text == "ConFiT beats single-task learning on three of four datasets"
     assert claim.measured == "; ".join(f"{d}: {'80.25' if d in winning else '60.50'} against 70.75" for d in SETS)
     assert claim.holds is holds
-    (three,) = reproduce(["table1"], Scope(tmp_path / "out", SETS[:3], METHODS, quick=True, given=small))
+    (three,) = reproduce(["table1"], Scope(tmp_path / "out", SETS[:3], METHODS, quick=True, given=two_seeds))
     assert three.claims[-1].holds is None
 
 
@@ -299,7 +306,7 @@ def test_datasets_are_cut_as_the_paper_has_them(small, tmp_path):
         assert found["classes_left_over"] == left_over[dataset]
         assert (found["train_images"], found["test_images"]) == (train * told["tasks"], test * told["tasks"])
         line = f"| {dataset} | train images | {found['train_images']} | {told['train_images']:,} |"
-        assert line in (tmp_path / "datasets.md").read_text()
+        assert line in (tmp_path / "reproduction.md").read_text()
 
 
 def test_datasets_are_counted_as_the_runs_cut_them(small, tmp_path):
@@ -361,13 +368,12 @@ def test_what_the_paper_says_of_deeper_networks_is_not_judged_by_one_run(deeper)
     [((10.0, 12.5), (80.0, 85.0), (True, True)), ((12.5, 10.0), (85.0, 85.0), (False, False))],
 )
 def test_the_verdict_on_deeper_networks_follows_the_numbers(deeper, places, tmp_path, fgt, acc, holds, monkeypatch):
-    monkeypatch.setattr(Scope, "judges", True)
+    given = asked_for_two_seeds(monkeypatch, {**places, "device": "cpu", "classes_per_task": 2})
     numbers = {}
     for network, lost, reached in zip(NETWORKS, fgt, acc, strict=True):
         numbers["caltech101", network, "finetune"] = {"fgt": lost, "acc": 1.0}
         numbers["caltech101", network, "confit"] = {"acc": reached, "fgt": 1.0}
     numbers_replaced(deeper[0], tmp_path / "out", numbers)
-    given = {**places, "device": "cpu", "classes_per_task": 2}
     (both,) = reproduce(["deeper"], Scope(tmp_path / "out", ("caltech101",), quick=True, given=given))
     told = [(f"{fgt[0]:.2f} and {fgt[1]:.2f}", holds[0]), (f"{acc[0]:.2f} and {acc[1]:.2f}", holds[1])]
     assert [(claim.measured, claim.holds) for claim in both.claims] == told

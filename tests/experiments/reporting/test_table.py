@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from confitune.cli import app
 from confitune.errors import ConfituneError
 from confitune.experiments.reporting.report import draw_overview, write_pages
-from confitune.experiments.reporting.table import compare, rows_of, sections_of, summary_table
+from confitune.experiments.reporting.table import compare, rows_of, sections_of, summary_tables
 from found import made_up, saved
 
 NAN = math.nan
@@ -112,9 +112,9 @@ def test_nothing_there_is_an_empty_table(tmp_path):
     assert (tmp_path / "table.md").read_text() == ""
 
 
-def printed(table):
+def printed(*tables):
     console = Console(file=io.StringIO(), width=150, force_terminal=False)
-    console.print(table)
+    console.print(*tables)
     return console.file.getvalue()
 
 
@@ -124,7 +124,7 @@ def row_of(text, method):
 
 
 def test_the_table_shows_mean_and_interval():
-    text = printed(summary_table([*SEEDS, made_up("joint", 0, ((NAN, 80.0), (NAN, 90.0)))]))
+    text = printed(*summary_tables([*SEEDS, made_up("joint", 0, ((NAN, 80.0), (NAN, 90.0)))]))
     acc = [r.acc for r in SEEDS]
     half = stats.t.ppf(0.975, 3) * stats.sem(acc)
     row = row_of(text, "confit")
@@ -137,13 +137,13 @@ def test_the_table_shows_mean_and_interval():
 
 
 def test_one_seed_is_shown_without_an_interval():
-    row = row_of(printed(summary_table([made_up()])), "confit")
+    row = row_of(printed(*summary_tables([made_up()])), "confit")
     assert row == ["confit", "87.5", "10.0", "92.5", "1,035", "10"]
 
 
 def test_the_best_method_stands_out():
     better = made_up("finetune", matrix=((90.0, 90.0), (NAN, 95.0)))
-    table = summary_table([made_up("confit"), better])
+    (table,) = summary_tables([made_up("confit"), better])
     assert [row.style for row in table.rows] == ["bold", ""]
     assert row_of(printed(table), "finetune")[1] == "92.5"
     assert printed(table).index("finetune") < printed(table).index("confit")
@@ -151,9 +151,9 @@ def test_the_best_method_stands_out():
 
 def test_a_path_with_brackets_is_shown_as_it_is():
     assert "folder:/data/[cats]/x: test_byobnet, 2 tasks" in printed(
-        summary_table([made_up(dataset="folder:/data/[cats]/x")])
+        *summary_tables([made_up(dataset="folder:/data/[cats]/x")])
     )
-    assert "│ [x].py:Mine " in printed(summary_table([made_up("/data/cats/[x].py:Mine")]))
+    assert "│ [x].py:Mine " in printed(*summary_tables([made_up("/data/cats/[x].py:Mine")]))
 
 
 def test_a_picture_is_drawn(tmp_path):

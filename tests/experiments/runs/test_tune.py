@@ -96,7 +96,7 @@ def planned(values, grid=("1", "10", "100"), **more):
 )
 def test_the_papers_option_and_grid_are_the_default(method, place, grid):
     search = plan_search(method, {"dataset": "flowers102"})
-    assert (search.method, search.option, search.grid, search.held_out) == (method, place, grid, 0.1)
+    assert (search.recipe.methods, search.option, search.grid, search.held_out) == ((method,), place, grid, 0.1)
 
 
 def test_the_other_parts_keep_what_the_paper_chose_or_the_recipe_says():

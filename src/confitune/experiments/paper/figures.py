@@ -3,18 +3,13 @@
 Representational shift per convolution and accuracy with the test set's true moments are measured while runs go on.
 """
 
-from collections.abc import Callable, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from confitune.analysis.shift import ShiftRecorder
 from confitune.analysis.storage import measure_storage
 from confitune.analysis.theory import check_proposition1, check_proposition2, check_proposition3
-from confitune.analysis.transductive import transductive_accuracy
-from confitune.engine import Listener
 from confitune.experiments.paper.numbers import reported
 from confitune.experiments.paper.outcome import Outcome
 from confitune.experiments.paper.plan import TABLE1, Part, Parts, Scope
@@ -22,9 +17,8 @@ from confitune.experiments.reporting.figures import matrices, overview_figure, p
 from confitune.experiments.reporting.table import shown
 from confitune.experiments.runs.identity import file_name
 from confitune.metrics import average_accuracy_curve
-from confitune.nn import ContinualNet, without_memory
-from confitune.settings import TrainSettings
-from confitune.tasks import TaskSequence, dataset_info
+from confitune.nn import without_memory
+from confitune.tasks import dataset_info
 
 
 def add_picture(outcome: Outcome, scope: Scope, dataset: str, figure: Any) -> None:
@@ -85,18 +79,6 @@ def theory(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     outcome.claim(text, measured, second["tighter_with_better_features"])
     text = "3: probing first, then fine-tuning moves no features and forgets nothing"
     outcome.claim(text, f"largest move or loss {third['worst_violation']:.1e}", third["holds"])
-
-
-def watch_moments(
-    net: ContinualNet, sequence: TaskSequence, settings: TrainSettings, folder: Path
-) -> tuple[Sequence[Listener], Callable[[], dict[str, Any]]]:
-    """Measures shift and transductive accuracy of a run."""
-    recorder = ShiftRecorder(net, sequence, settings, folder)
-
-    def measured() -> dict[str, Any]:
-        return {"shift": recorder.result(), "transductive": transductive_accuracy(net, sequence.tasks, settings)}
-
-    return (recorder,), measured
 
 
 def _measured(part: Part, name: str, outcome: Outcome) -> list[Any]:
@@ -168,17 +150,20 @@ def _claim_shift(outcome: Outcome, dataset: str, d1: dict[str, np.ndarray], adde
 
 def transductive(outcome: Outcome, scope: Scope, parts: Parts) -> None:
     """Accuracy with the test set's true mean and/or variance in place of the running ones."""
-    cases = list(product(("running", "true"), ("running", "true")))
+    cases = [f"{mean} mean, {variance} variance" for mean, variance in product(("running", "true"), repeat=2)]
     for dataset, of_it in parts.items():
         rows = []
         for part in of_it:
             results = _measured(part, "transductive", outcome)
             if not results:
                 continue
-            found = [{(a["mean"], a["variance"]): a["acc"] for a in result["accuracies"]} for result in results]
-            measured = {case: [accuracies[case] for accuracies in found] for case in cases}
-            rows.append([part.method, *(shown(values, 2) for values in measured.values())])
-            means = {f"{m} mean, {v} variance": float(np.mean(values)) for (m, v), values in measured.items()}
+            found = [
+                {f"{a['mean']} mean, {a['variance']} variance": a["acc"] for a in result["accuracies"]}
+                for result in results
+            ]
+            by_case = {case: [accuracies[case] for accuracies in found] for case in cases}
+            rows.append([part.method, *(shown(accs, 2) for accs in by_case.values())])
+            means = {case: float(np.mean(accs)) for case, accs in by_case.items()}
             outcome.data[f"{dataset}/{part.method}"] = means
             running, true_variance, _, both_true = means.values()
             if part.method == "confit":
@@ -186,4 +171,4 @@ def transductive(outcome: Outcome, scope: Scope, parts: Parts) -> None:
                 outcome.claim(f"{dataset}: a true variance gains less than 1 point (confit)", f"{gain:+.2f}", gain < 1)
             text = f"{dataset}: true mean and variance beat running ones ({part.method})"
             outcome.claim(text, f"{both_true - running:+.2f}", both_true > running)
-        outcome.table(dataset, ["method", *(f"{m} mean, {v} variance" for m, v in cases)], rows)
+        outcome.table(dataset, ["method", *cases], rows)

@@ -1,14 +1,11 @@
-"""One reproduced table or figure: what was measured beside what the paper reports, with a verdict, and its page."""
+"""One reproduced table or figure: what was measured beside what the paper reports, with a verdict, as Markdown."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from confitune.engine import RunResult
 from confitune.engine.result import command_line, summary_of, versions
-from confitune.experiments.reporting.report import write_readme, write_text
 from confitune.experiments.reporting.table import FEW, markdown_table
 from confitune.metrics import mean_and_interval
 
@@ -25,9 +22,9 @@ class Cell:
     seeds: int
     paper: float | None
     paper_interval: float | None
-    recovered: float | None  # measured with the mean of a task that was just learned recovered, too
     difference: float | None  # measured minus the paper's
     verdict: str
+    recovered: float | None = None  # measured with the mean of a task that was just learned recovered, too
 
     def row(self) -> list[str]:
         """Measured, the paper's, the difference, the verdict; and what our own protocol gives."""
@@ -67,10 +64,10 @@ def cells_of(dataset: str, method: str, runs: Sequence[RunResult], paper: Mappin
             own = [getattr(run, metric) for run in runs if run.as_learned is not None]
             told, half = paper.get(metric), paper.get(f"{metric}_interval")
             shown = (measured, None if seeds < FEW else interval, seeds, told, half)
-            recovered = mean_and_interval(own).mean if own else None
             difference = None if told is None else measured - told
             judged = verdict(measured, told, half)
-            cells.append(Cell(dataset, method, metric.upper(), *shown, recovered, difference, judged))
+            recovered = mean_and_interval(own).mean if own else None
+            cells.append(Cell(dataset, method, metric.upper(), *shown, difference, judged, recovered))
     return cells
 
 
@@ -83,7 +80,7 @@ class Claim:
     holds: bool | None  # None: not measured, or not enough to say
 
 
-_CELLS = ("dataset", "method", "", "measured", "seeds", "paper", "difference", "verdict", "all means recovered")
+_CELLS = ["dataset", "method", "", "measured", "seeds", "paper", "difference", "verdict", "all means recovered"]
 _HOLDS = {True: "holds", False: "does not hold", None: "not judged"}
 
 
@@ -99,6 +96,8 @@ class Outcome:
     pictures: list[str] = field(default_factory=list)  # files beside the page
     notes: list[str] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=versions)
+    command: str = field(default_factory=command_line)
 
     def claim(self, text: str, measured: str, holds: Any) -> None:
         """Add what the paper says and what was measured of it."""
@@ -109,30 +108,18 @@ class Outcome:
         self.tables[heading] = markdown_table(head, rows)
 
     def markdown(self) -> str:
-        """The page."""
-        parts = [f"# {self.title}"]
+        """Its part of the page."""
+        parts = [f"## {self.title}"]
         if self.cells:
-            parts.append(markdown_table(_CELLS, [cell.row() for cell in self.cells]))
-        parts += [f"## {heading}\n\n{table}" for heading, table in self.tables.items()]
+            told = [_CELLS, *(cell.row() for cell in self.cells)]
+            if all(cell.recovered is None for cell in self.cells):
+                told = [row[:-1] for row in told]
+            parts.append(markdown_table(told[0], told[1:]))
+        parts += [f"### {heading}\n\n{table}" for heading, table in self.tables.items()]
         parts += [f"![{self.title}]({picture})" for picture in self.pictures]
         if self.claims:
             rows = [[claim.text, claim.measured, _HOLDS[claim.holds]] for claim in self.claims]
             head = ("the paper says", "measured", "verdict")
-            parts.append("## What the paper says of it\n\n" + markdown_table(head, rows))
+            parts.append("### What the paper says of it\n\n" + markdown_table(head, rows))
         parts += [f"Note: {note}" for note in self.notes]
         return "\n\n".join(parts) + "\n"
-
-
-def write_outcomes(out: Path, outcomes: Sequence[Outcome]) -> None:
-    """Write a page `<what>.md` for each, `outcomes.json` with all that were ever written there, and `README.md`."""
-    path = out / "outcomes.json"
-    records = json.loads(path.read_bytes()) if path.exists() else {}
-    for outcome in outcomes:
-        records[outcome.what] = {**asdict(outcome), "versions": versions(), "command": command_line()}
-        write_text(out / f"{outcome.what}.md", outcome.markdown())
-    write_text(path, json.dumps(records, indent=1))
-    pages = "\n".join(f"- [{record['title']}]({what}.md)" for what, record in records.items())
-    text = f"Tables and figures of the paper, made again:\n\n{pages}\n\n`outcomes.json` has their numbers."
-    if (out / "table.md").exists():
-        text += " [table.md](table.md) compares its runs, `runs.jsonl` has a line for each."
-    write_readme(out, text, [record["command"] for record in records.values()])

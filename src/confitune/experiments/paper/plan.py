@@ -34,11 +34,6 @@ class Scope:
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # more for the runs of some methods, by name
     place: Place = field(default_factory=Place)  # where runs are done
 
-    @property
-    def judges(self) -> bool:
-        """Whether several runs of each method are asked for: one is too little to say that a claim does not hold."""
-        return bool({**PAPER, **(QUICK if self.quick else {}), **self.given}["seeds"] > 1)
-
     def recipe(self, dataset: str, method: str, **values: Any) -> Recipe:
         """One experiment as the paper does it, with these values where nothing else was asked for."""
         info = dataset_info(dataset)
@@ -57,9 +52,6 @@ class Scope:
 def read_scope(
     what: Sequence[str],
     out: Path,
-    *,
-    datasets: Sequence[str] | None = None,
-    methods: Sequence[str] | None = None,
     quick: bool = False,
     given: Mapping[str, Any] | None = None,
     changes: Sequence[str] = (),
@@ -67,8 +59,8 @@ def read_scope(
     """The scope, and which tables and figures: as given, or as files among `what` say where nothing else is given.
 
     Args:
-        given: recipe values by name.
-        changes: more of them, as texts: 'lr=0.1'.
+        given: `datasets`, `methods` and recipe values by name.
+        changes: more recipe values, as texts: 'lr=0.1'.
     """
     whats: list[str] = []
     values: dict[str, Any] = {}
@@ -80,10 +72,8 @@ def read_scope(
     if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
         raise ConfituneError("rows must be recipe values by method, e.g. {ewc: {clip_norm: 10}}")
     values = merge_settings({**values, **(given or {})}, changes)
-    in_file = {name: _listed(name, values.pop(name, None)) for name in ("datasets", "methods")}
-    datasets = _listed("datasets", datasets) or in_file["datasets"] or Scope.datasets
-    methods = _listed("methods", methods) or in_file["methods"] or None
-    return Scope(out, datasets, methods, quick, values, rows), whats
+    datasets, methods = (_listed(name, values.pop(name, None)) for name in ("datasets", "methods"))
+    return Scope(out, datasets or Scope.datasets, methods or None, quick, values, rows), whats
 
 
 def _listed(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:

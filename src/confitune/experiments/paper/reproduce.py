@@ -3,18 +3,26 @@
 What is missing is run, then each is written with the paper's numbers beside what was measured.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
+
+from confitune.analysis.shift import ShiftRecorder
 from confitune.errors import ConfituneError
 from confitune.experiments.paper import figures, tables
-from confitune.experiments.paper.outcome import Claim, Outcome, write_outcomes
+from confitune.experiments.paper.outcome import Claim, Outcome
 from confitune.experiments.paper.plan import ABLATION, TABLE1, Part, Parts, Scope
+from confitune.experiments.reporting.report import write_readme, write_text
 from confitune.experiments.runs.identity import finished_runs
 from confitune.experiments.runs.job import TrainingError
 from confitune.experiments.runs.runner import plan_recipe, run_plans
 from confitune.files import require_writable
 
+PAGE = "reproduction.md"
 Needs = tuple[Sequence[str], Mapping[str, Any]]  # methods, and recipe values
 
 
@@ -69,7 +77,7 @@ def parts_of(what: str, scope: Scope) -> list[Part]:
 
 
 def reproduce(whats: Sequence[str], scope: Scope) -> list[Outcome]:
-    """Every table or figure of `whats` ('all': all of them) below `scope.out`: Markdown, JSON and pictures.
+    """Every table or figure of `whats` ('all': all of them) below `scope.out`: a page, JSON and pictures.
 
     Runs that are done are taken as they are, wherever they were needed before; one that was broken off goes on.
     """
@@ -86,7 +94,7 @@ def reproduce(whats: Sequence[str], scope: Scope) -> list[Outcome]:
         title, write, needs = WHATS[what]
         outcome, done = Outcome(what, title), [found for part in parts if (found := part.found(results)).results]
         write(outcome, scope, {name: [part for part in done if part.recipe.dataset == name] for name in scope.datasets})
-        if needs and not scope.judges:
+        if needs and all(part.recipe.seeds == 1 for part in parts):
             outcome.claims = [Claim(claim.text, claim.measured, None) for claim in outcome.claims]
             outcome.notes.append("one run of each method is too little to judge what the paper says")
         outcome.notes += [note for part, note in failures if part in parts]
@@ -105,8 +113,28 @@ def _run_missing(parts: Sequence[Part], scope: Scope) -> list[tuple[Part, str]]:
             left.append(part)
     plans = []
     for number, part in enumerate(left, 1):
-        watch = figures.watch_moments if part.recipe in watched else None
+        watch = ShiftRecorder if part.recipe in watched else None
         note = f"{part.recipe.model}, {number} of {len(left)}"
         plans.append(plan_recipe(part.recipe, scope.out, scope.place, resume=True, watch=watch, note=note))
     given = zip(left, run_plans(plans, scope.place), strict=True)
     return [(p, f"{p.recipe.dataset}, {p.method}: {error}") for p, error in given if isinstance(error, TrainingError)]
+
+
+def write_outcomes(out: Path, outcomes: Iterable[Outcome] = ()) -> None:
+    """Add outcomes to `outcomes.json`; write `reproduction.md` and `README.md` about all that were ever written there.
+
+    Without new ones, the pages are made again from `outcomes.json`.
+    """
+    path = out / "outcomes.json"
+    records = json.loads(path.read_bytes()) if path.exists() else {}
+    records |= {outcome.what: asdict(outcome) for outcome in outcomes}
+    write_text(path, json.dumps(records, indent=1))
+    in_order = sorted(records, key=[*WHATS, *records].index)
+    ordered = TypeAdapter(list[Outcome]).validate_python([records[what] for what in in_order])
+    parts = ["# Tables and figures of the paper, made again\n", *(outcome.markdown() for outcome in ordered)]
+    write_text(out / PAGE, "\n".join(parts))
+    titles = "; ".join(outcome.title for outcome in ordered)
+    text = f"Of the paper, made again: {titles}. [{PAGE}]({PAGE}) shows them, `outcomes.json` has their numbers."
+    if (out / "table.md").exists():
+        text += " [table.md](table.md) compares its runs, `runs.jsonl` has a line for each."
+    write_readme(out, text, [outcome.command for outcome in ordered])

@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -136,26 +136,18 @@ def rows_of(results: Iterable[RunResult]) -> list[Row]:
     found: dict[str, Row] = {}
     for result in results:
         config = filled(result.config)
-        flat = _flat({n: v for n, v in config.items() if n not in ("seed", "weights_sha256", "dataset")})
+        options = config["options"].items()
+        asked = {f"{part}.{name}": value for part, of_part in options for name, value in of_part.items()}
+        asked |= {n: v for n, v in config.items() if n not in ("options", "seed", "weights_sha256", "dataset")}
+        told = {n: f"{v:g}" if isinstance(v, float) else str(v) for n, v in asked.items() if v is not None}
         # The number of tasks as it was: a folder may have got more classes since an earlier seed.
         measured = {"tasks": str(len(result.accuracy_matrix)), "weights": result.weights_sha256[:8]}
-        settings = {"method": result.method, **flat, **measured}
+        settings = {"method": result.method, **told, **measured}
         key = json.dumps([result.dataset, settings], sort_keys=True)
         found.setdefault(key, Row(result.method, settings, config)).runs.append(result)
     for row in found.values():
         row.runs.sort(key=lambda result: result.seed)
     return list(found.values())
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Options by dotted name, as text; what is not set is not there."""
-    flat: dict[str, str] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, "" if name == "options" else f"{prefix}{name}.")
-        elif value is not None:
-            flat[f"{prefix}{name}"] = f"{value:g}" if isinstance(value, float) else str(value)
-    return flat
 
 
 def best_first(rows: Iterable[Row]) -> list[Row]:
@@ -241,15 +233,14 @@ def scenario_words(config: Mapping[str, Any]) -> list[str]:
     return [] if config["scenario"] == "task" else [f"{config['scenario']}-incremental (task not given)"]
 
 
-def summary_table(results: Sequence[RunResult]) -> Table:
+def summary_tables(results: Sequence[RunResult]) -> list[Table]:
     """Methods as rows, best first: what `confitune run` ends with."""
     note = (
         "ACC: accuracy over all tasks at the end. FGT: what earlier tasks lost since their best. In percent. "
         "Numbers a task: what it adds to what is stored, its head included."
     )
-    rows = best_first(rows_of(results))
     columns = (*USUAL, "seconds")
-    return Section(results[0].dataset, _words(rows), names_of(rows), rows, columns, note=note).terminal()
+    return [replace(section, columns=columns, note=note).terminal() for section in sections_of(results)]
 
 
 def compare(folders: Sequence[Path]) -> list[Section]:

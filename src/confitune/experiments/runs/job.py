@@ -27,11 +27,9 @@ from confitune.tasks import Progress, TaskSequence
 
 LOCK = ".lock"  # in a run's folder
 
-# From a network, its tasks, its settings and its folder to listeners that measure something on the way, and to a
-# function that says what they have measured when the run is over, by name.
-Watch = Callable[
-    [ContinualNet, TaskSequence, TrainSettings, Path], tuple[Sequence[Listener], Callable[[], dict[str, Any]]]
-]
+# From a network, its tasks, its settings and its folder to a listener that measures something on the way; when the run
+# is over, its `measured()` says what, by name.
+Watch = Callable[[ContinualNet, TaskSequence, TrainSettings, Path], Any]
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Job:
     weights_sha256: str  # of the network that it starts from
     command: str  # how the run was asked for, for its result
     checkpoint_seconds: float = 30.0  # a run that is killed loses at most this much work and an epoch's
-    watch: Watch | None = None  # a function of a module, so that other machines find it
+    watch: Watch | None = None  # a class or function of a module, so that other machines find it
     note: str = ""  # which of many runs of the method this is
 
     @property
@@ -173,7 +171,7 @@ def _trained(job: Job, backbone: Backbone, sequence: TaskSequence, progress: Lis
     method = job.recipe.method(job.method)
     settings = job.recipe.train_settings(job.seed, job.method)
     net = method.network(copy.deepcopy(backbone.module))
-    watching, measured = job.watch(net, sequence, settings, folder) if job.watch else ((), dict)
+    watching = [job.watch(net, sequence, settings, folder)] if job.watch else []
     run = engine.SequenceRun(
         net,
         sequence,
@@ -190,7 +188,9 @@ def _trained(job: Job, backbone: Backbone, sequence: TaskSequence, progress: Lis
     )
     run.resume()
     try:
-        return run.run().model_copy(update={"measured": measured(), "data": sequence.checksum})
+        result = run.run()
+        measured = watching[0].measured() if watching else {}
+        return result.model_copy(update={"measured": measured, "data": sequence.checksum})
     except engine.DivergedError as error:
         raise TrainingError(str(error)) from error
 

@@ -34,11 +34,6 @@ class Search:
     option: str  # with its part, as `--set` takes it
     grid: tuple[Value, ...]
 
-    @property
-    def method(self) -> str:
-        """The method's name."""
-        return self.recipe.methods[0]
-
     def name(self, value: Value) -> str:
         """Of a grid point, as `--set` takes it.
 
@@ -147,7 +142,7 @@ def run_search(
     write_text(out / "winner.yaml", told + given_ones)
     if not retrain:
         return points, []
-    place.say(f"retraining {search.method} with {search.name(best)} on all training images")
+    place.say(f"retraining {recipe.methods[0]} with {search.name(best)} on all training images")
     return points, run_recipe(recipe, out, place=place, resume=True)
 
 
