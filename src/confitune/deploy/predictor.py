@@ -23,7 +23,8 @@ from confitune.engine import TrainSettings
 from confitune.errors import ConfituneError, DataError, DataMissingError, UnreadableImageError
 from confitune.methods.gaussian import Answers, Gaussians
 from confitune.nn import ContinualNet
-from confitune.tasks.decode import Pipeline, is_image_name, open_rgb
+from confitune.tasks.datasets.folder import images_below
+from confitune.tasks.decode import Pipeline, open_rgb
 
 _log = logging.getLogger(__name__)
 MOST_PIXELS = 50_000_000  # of an image to predict: 7,000 pixels square
@@ -263,7 +264,7 @@ def image_files(given: Sequence[str]) -> list[Path]:
     for text in given:
         path = Path(text)
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if is_image_name(p.name) and p.is_file())
+            inside = images_below(path)
             if not inside:
                 raise DataMissingError(f"the folder {path} holds no images")
             found += inside

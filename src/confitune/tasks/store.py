@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -93,10 +92,13 @@ def _key(folder: Path, files: Sequence[ImageFile], pipeline: Pipeline) -> str:
     digest = blake2b(digest_size=10)
     digest.update(json.dumps([FORMAT, str(folder.resolve()), asdict(pipeline)]).encode())
     for file in files:
-        digest.update(json.dumps([file.name, file.box if pipeline.use_box else None]).encode())
-        with suppress(OSError):  # where it is to be decoded, it is named with all that cannot be
+        try:
             status = (folder / file.name).stat()
-            digest.update(json.dumps([status.st_size, status.st_mtime_ns]).encode())
+        except OSError as error:  # said now, not after the others were decoded
+            why = f"cannot read the image {folder / file.name}: {error.strerror}"
+            raise UnreadableImageError(why, [file.name]) from error
+        box = file.box if pipeline.use_box else None
+        digest.update(json.dumps([file.name, status.st_size, status.st_mtime_ns, box]).encode())
     return digest.hexdigest()
 
 
