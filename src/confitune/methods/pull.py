@@ -29,14 +29,15 @@ class Pull(NamedTuple):
 
         For no weight it is more than `most` times the distance.
         """
-        names, values, gradients = trained(net)
-        if not names:
+        gradients = gradients_of(net)
+        if not gradients:
             return
-        change, weights = torch._foreach_sub(values, of(self.anchor, names)), of(self.weight, names)
+        values, weights = of(shared_values(net), gradients), of(self.weight, gradients)
+        change = torch._foreach_sub(values, of(self.anchor, gradients))
         if most is not None:
             weights = list(torch._foreach_clamp_max(weights, most / self.slope))
         torch._foreach_mul_(change, weights)
-        torch._foreach_add_(gradients, change, alpha=self.slope)
+        torch._foreach_add_(list(gradients.values()), change, alpha=self.slope)
 
     def steepest(self) -> float:
         """The largest factor of a distance in its gradient."""
@@ -54,10 +55,16 @@ def shared_values(net: ContinualNet) -> Tensors:
     return {name: parameter.detach() for name, parameter in net.shared_parameters().items()}
 
 
+def gradients_of(net: ContinualNet) -> Tensors:
+    """Gradients of the shared parameters that have one; what is frozen has none."""
+    return {name: p.grad for name, p in net.shared_parameters().items() if p.grad is not None}
+
+
 @torch.no_grad()
-def copy_into(targets: Tensors, sources: Mapping[str, Tensor]) -> None:
-    """Copy by name, in place."""
-    torch._foreach_copy_(list(targets.values()), of(sources, targets))
+def copy_into(targets: Tensors, sources: Tensors) -> None:
+    """Copy what there is, by name, in place."""
+    if sources:
+        torch._foreach_copy_(of(targets, sources), list(sources.values()))
 
 
 def of(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
@@ -65,26 +72,13 @@ def of(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
     return [tensors[name] for name in names]
 
 
-def trained(net: ContinualNet) -> tuple[list[str], list[Tensor], list[Tensor]]:
-    """Names, values and gradients of the shared parameters that have a gradient; what is frozen has none."""
-    found = [(name, p.detach(), p.grad) for name, p in net.shared_parameters().items() if p.grad is not None]
-    return [name for name, _, _ in found], [value for _, value, _ in found], [gradient for _, _, gradient in found]
-
-
-@torch.no_grad()
-def keep_gradients(net: ContinualNet, into: Tensors) -> None:
-    """Copy the gradients that there are."""
-    names, _, gradients = trained(net)
-    if names:
-        torch._foreach_copy_(of(into, names), gradients)
-
-
 @torch.no_grad()
 def moved(net: ContinualNet, previous: Tensors) -> Tensors:
     """How far a step moved each trained weight from `previous`, which then holds the weights of now."""
-    names, now, _ = trained(net)
-    if not names:
+    values = shared_values(net)
+    now = {name: values[name] for name in gradients_of(net)}
+    if not now:
         return {}
-    change = torch._foreach_sub(now, of(previous, names))
-    torch._foreach_copy_(of(previous, names), now)
-    return dict(zip(names, change, strict=True))
+    change = torch._foreach_sub(list(now.values()), of(previous, now))
+    copy_into(previous, now)
+    return dict(zip(now, change, strict=True))

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from confitune.methods.method import Method, Options, TaskContext
-from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, keep_gradients, moved, of, shared_values
+from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, gradients_of, moved, of, shared_values
 from confitune.nn import ContinualNet
 
 
@@ -54,7 +54,7 @@ class RWalk(Method):
         copy_into(self.previous, shared_values(context.net))
 
     def read_gradients(self, net: ContinualNet) -> None:
-        keep_gradients(net, self.gradient)
+        copy_into(self.gradient, gradients_of(net))
 
     def pull(self) -> Pull | None:
         """lambda * (F + s)(...)^2 has no half in front."""
@@ -63,7 +63,7 @@ class RWalk(Method):
     def after_step(self, net: ContinualNet) -> None:
         """Eq. 7 and 8, one step."""
         if self.options.gradient == "total":
-            keep_gradients(net, self.gradient)
+            copy_into(self.gradient, gradients_of(net))
         steps = moved(net, self.previous)
         if not steps:
             return
