@@ -57,6 +57,7 @@ class Learning(TaskContext):
         self.images = len(task.train)
         self.labels = task.train.labels.to(self.device)
         self.batch_size = min(self.settings.batch_size, self.images)
+        self.steps_an_epoch = steps_an_epoch(self.images, self.settings)
         self.seed = self._seed("penalty")
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -97,11 +98,6 @@ class Learning(TaskContext):
 
     def note(self, message: str) -> None:
         self.listener.note(f"task {self.task.name!r}: {message}")
-
-    @property
-    def steps_an_epoch(self) -> int:
-        """Batches of training images."""
-        return steps_an_epoch(self.images, self.settings)
 
     def _batches(self, purpose: str, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Pixels and labels of as many images as an epoch takes, in random order."""

@@ -83,8 +83,6 @@ class RWalk(Method):
         torch._foreach_add_(of(self.score, steps), gain)
 
     def end_task(self, context: TaskContext) -> None:
-        scores = list(self.score.values())
-        torch._foreach_mul_(scores, 0.5)
-        copy_into(self.weight, self.fisher)
-        torch._foreach_add_(list(self.weight.values()), scores)
+        for name, score in self.score.items():
+            self.weight[name].copy_(self.fisher[name] + score.mul_(0.5))
         copy_into(self.anchor, shared_values(context.net))
