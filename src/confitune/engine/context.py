@@ -9,7 +9,7 @@ from torch import Tensor
 
 from confitune.engine.capture import Executor
 from confitune.engine.feed import batches, to_device
-from confitune.engine.seeds import derived_generator, derived_seed
+from confitune.engine.seeds import derived_seed
 from confitune.engine.step import autocast, classification_loss
 from confitune.methods import TaskContext
 from confitune.nn import ContinualNet
@@ -106,10 +106,8 @@ class Learning(TaskContext):
 
     def _order(self, purpose: str, *number: int) -> Tensor:
         """Positions of the training images, in random order."""
-        return torch.randperm(self.images, generator=self._generator(purpose, *number))
+        generator = torch.Generator().manual_seed(self._seed(purpose, *number))
+        return torch.randperm(self.images, generator=generator)
 
     def _seed(self, purpose: str, *number: int) -> int:
         return derived_seed(self.settings.seed, purpose, self.index, *number)
-
-    def _generator(self, purpose: str, *number: int) -> torch.Generator:
-        return derived_generator(self.settings.seed, purpose, self.index, *number)
