@@ -29,11 +29,12 @@ class Pull(NamedTuple):
 
         For no weight it is more than `most` times the distance.
         """
-        gradients = gradients_of(net)
+        shared = net.shared_parameters()
+        gradients = gradients_of(shared)
         if not gradients:
             return
-        values, weights = of(shared_values(net), gradients), of(self.weight, gradients)
-        change = torch._foreach_sub(values, of(self.anchor, gradients))
+        change = torch._foreach_sub(of(shared, gradients), of(self.anchor, gradients))
+        weights = of(self.weight, gradients)
         if most is not None:
             weights = list(torch._foreach_clamp_max(weights, most / self.slope))
         torch._foreach_mul_(change, weights)
@@ -55,13 +56,13 @@ def shared_values(net: ContinualNet) -> Tensors:
     return {name: parameter.detach() for name, parameter in net.shared_parameters().items()}
 
 
-def gradients_of(net: ContinualNet) -> Tensors:
-    """Gradients of the shared parameters that have one; what is frozen has none."""
-    return {name: p.grad for name, p in net.shared_parameters().items() if p.grad is not None}
+def gradients_of(parameters: Mapping[str, Tensor]) -> Tensors:
+    """Of those that have a gradient; what is frozen has none."""
+    return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
 
 
 @torch.no_grad()
-def copy_into(targets: Tensors, sources: Tensors) -> None:
+def copy_into(targets: Tensors, sources: Mapping[str, Tensor]) -> None:
     """Copy what there is, by name, in place."""
     if sources:
         torch._foreach_copy_(of(targets, sources), list(sources.values()))
@@ -75,8 +76,8 @@ def of(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
 @torch.no_grad()
 def moved(net: ContinualNet, previous: Tensors) -> Tensors:
     """How far a step moved each trained weight from `previous`, which then holds the weights of now."""
-    values = shared_values(net)
-    now = {name: values[name] for name in gradients_of(net)}
+    shared = net.shared_parameters()
+    now = {name: shared[name] for name in gradients_of(shared)}
     if not now:
         return {}
     change = torch._foreach_sub(list(now.values()), of(previous, now))

@@ -54,7 +54,7 @@ class RWalk(Method):
         copy_into(self.previous, shared_values(context.net))
 
     def read_gradients(self, net: ContinualNet) -> None:
-        copy_into(self.gradient, gradients_of(net))
+        copy_into(self.gradient, gradients_of(net.shared_parameters()))
 
     def pull(self) -> Pull | None:
         """lambda * (F + s)(...)^2 has no half in front."""
@@ -63,7 +63,7 @@ class RWalk(Method):
     def after_step(self, net: ContinualNet) -> None:
         """Eq. 7 and 8, one step."""
         if self.options.gradient == "total":
-            copy_into(self.gradient, gradients_of(net))
+            copy_into(self.gradient, gradients_of(net.shared_parameters()))
         steps = moved(net, self.previous)
         if not steps:
             return

@@ -116,8 +116,7 @@ class Deltas(Part):
     def _changed(self, place: int, weight: Tensor) -> Tensor:
         with torch.autocast(weight.device.type, enabled=False):  # the change is small: not in half precision
             rows = product(self.a[place], self.windows[place]) if self.windows else self.a[place]
-            changed: Tensor = weight + (self.b[place] @ rows).view_as(weight)
-            return changed
+            return cast(Tensor, weight + (self.b[place] @ rows).view_as(weight))
 
     def restore(self, facts: Any) -> None:
         self._merged = []
