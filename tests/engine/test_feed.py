@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from confitune.engine import place
-from confitune.engine.feed import _gathered, _places, _rows_in_use, batches, place_task
+from confitune.engine.feed import _gathered, _moved, _rows_in_use, batches, place_task
 from confitune.tasks import Images
 
 CPU = torch.device("cpu")
@@ -59,12 +59,11 @@ def test_what_goes_to_a_device_is_each_image_once(images):
     overlapping = Images(images.pixels, torch.tensor([3, 2, 3]), torch.tensor([103, 102, 103]))
     used = _rows_in_use([images, others, overlapping], images.pixels)
     assert used.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
-    places = _places(images.pixels, used)
-    assert places.tolist() == [0, 1, 2, 3, 4, -1, 5, 6, 7, -1]
     gathered = _gathered(images.pixels, used, CPU)
     assert len(gathered) == 8
     for split in (images, overlapping):
-        moved = Images(gathered, places[split.rows], split.labels)
+        moved = _moved(split, used, gathered)
+        assert moved.pixels is gathered
         assert told(batches(moved, 3, CPU)) == told(batches(split, 3, CPU))
 
 

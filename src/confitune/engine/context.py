@@ -9,7 +9,7 @@ from torch import Tensor
 
 from confitune.engine.capture import Executor
 from confitune.engine.feed import batches, to_device
-from confitune.engine.seeds import derived_generator, derived_seed
+from confitune.engine.seeds import derived_seed
 from confitune.engine.step import autocast, classification_loss
 from confitune.methods import TaskContext
 from confitune.nn import ContinualNet
@@ -57,6 +57,7 @@ class Learning(TaskContext):
         self.images = len(task.train)
         self.labels = task.train.labels.to(self.device)
         self.batch_size = min(self.settings.batch_size, self.images)
+        self.steps_an_epoch = steps_an_epoch(self.images, self.settings)
         self.seed = self._seed("penalty")
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -98,11 +99,6 @@ class Learning(TaskContext):
     def note(self, message: str) -> None:
         self.listener.note(f"task {self.task.name!r}: {message}")
 
-    @property
-    def steps_an_epoch(self) -> int:
-        """Batches of training images."""
-        return steps_an_epoch(self.images, self.settings)
-
     def _batches(self, purpose: str, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Pixels and labels of as many images as an epoch takes, in random order."""
         order = self._order(purpose, epoch)[: self.steps_an_epoch * self.batch_size]
@@ -110,10 +106,8 @@ class Learning(TaskContext):
 
     def _order(self, purpose: str, *number: int) -> Tensor:
         """Positions of the training images, in random order."""
-        return torch.randperm(self.images, generator=self._generator(purpose, *number))
+        generator = torch.Generator().manual_seed(self._seed(purpose, *number))
+        return torch.randperm(self.images, generator=generator)
 
     def _seed(self, purpose: str, *number: int) -> int:
         return derived_seed(self.settings.seed, purpose, self.index, *number)
-
-    def _generator(self, purpose: str, *number: int) -> torch.Generator:
-        return derived_generator(self.settings.seed, purpose, self.index, *number)

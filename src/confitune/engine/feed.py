@@ -33,13 +33,11 @@ def place(sequence: TaskSequence, device: torch.device, where: Where = "auto") -
     needed = sum(len(rows[key]) * block[0].numel() * block.element_size() for key, block in blocks.items())
     if where == "auto" and needed > _SHARE_OF_FREE_MEMORY * torch.cuda.mem_get_info(device)[0]:
         return sequence
-    moved = {key: (_gathered(block, rows[key], device), _places(block, rows[key])) for key, block in blocks.items()}
+    gathered = {key: _gathered(block, rows[key], device) for key, block in blocks.items()}
 
     def on_device(images: Images) -> Images:
-        if id(images.pixels) not in moved:
-            return images
-        pixels, place_of_row = moved[id(images.pixels)]
-        return Images(pixels, place_of_row[images.rows.cpu()].to(device), images.labels.to(device))
+        key = id(images.pixels)
+        return _moved(images, rows[key], gathered[key]) if key in gathered else images
 
     tasks = tuple(replace(task, train=on_device(task.train), test=on_device(task.test)) for task in sequence)
     torch.cuda.synchronize(device)  # whatever stream they are used on
@@ -114,10 +112,9 @@ def _rows_in_use(splits: Sequence[Images], block: Tensor) -> Tensor:
     return used
 
 
-def _places(block: Tensor, rows: Tensor) -> Tensor:
-    places = torch.full((len(block),), -1)
-    places[rows] = torch.arange(len(rows))
-    return places
+def _moved(images: Images, rows: Tensor, gathered: Tensor) -> Images:
+    places = torch.searchsorted(rows, images.rows.cpu())
+    return Images(gathered, places.to(gathered.device), images.labels.to(gathered.device))
 
 
 def _gathered(block: Tensor, rows: Tensor, device: torch.device) -> Tensor:

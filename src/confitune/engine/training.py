@@ -114,13 +114,15 @@ class TaskFit(Learning):
             hook.attach(self.net, self.index)
         first = self.epoch
         with self._undisturbed():
-            if first == 0 and self._settled():
-                return
+            if first == 0:
+                torch.manual_seed(self._seed("settle", 0))
+                if self.is_new and any(hook.settle(self) for hook in self.hooks):  # an earlier task has much to lose
+                    self.epoch = self.epochs
+                    return
+                torch.manual_seed(self._seed("begin"))
+                for hook in self.hooks:
+                    hook.begin_task(self)
             for epoch in range(first, self.epochs):
-                if epoch == 0:
-                    torch.manual_seed(self._seed("begin"))
-                    for hook in self.hooks:
-                        hook.begin_task(self)
                 stage = self._stages[epoch]
                 if epoch == first or stage is not self._stages[epoch - 1]:
                     self._freeze_but(stage.trains)
@@ -149,16 +151,6 @@ class TaskFit(Learning):
                 yield
         finally:
             self._freeze_but(None)
-
-    def _settled(self) -> bool:
-        """Whether a method finished the task without training it; one that was there before has much to lose."""
-        if not self.is_new:
-            return False
-        torch.manual_seed(self._seed("settle", 0))
-        if not any(hook.settle(self) for hook in self.hooks):
-            return False
-        self.epoch = self.epochs
-        return True
 
     def _freeze_but(self, trains: frozenset[str] | None) -> None:
         """Only these groups get gradients (None: all): backward then stops where nothing below is trained."""
@@ -192,7 +184,7 @@ class TaskFit(Learning):
         lr = self._set_lr(epoch)
         # Everything random in an epoch comes from its own seeds, so an epoch can be repeated without what came before.
         torch.manual_seed(self._seed("epoch", epoch))
-        chance = self._generator("augment", epoch)
+        chance = torch.Generator().manual_seed(self._seed("augment", epoch))
         noise = draw_noise(settings.augmentation, steps, self.batch_size, chance)
         noise = None if noise is None else to_device(noise, self.device)
         readings = EpochReadings(steps, self.device)

@@ -53,12 +53,8 @@ class Lda(Method):
     reference = "Hayes and Kanan, CVPR Workshops 2020"
     sums_only = True
     two_scales = True
-
-    def parts(self) -> list[Part]:
-        return [Norms(affine=False, moments="pretrained"), Head()]
-
-    def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
-        return head_only(epochs)
+    parts = LinearProbe.parts
+    stages = LinearProbe.stages
 
     def attach(self, net: ContinualNet, index: int) -> None:
         super().attach(net, index)
@@ -111,9 +107,7 @@ class FirstSession(Method):
     summary = "trains all weights in the first task, then only heads and norms; forgets nothing"
     cost = "nothing; no gradients for convolutions after the first task"
     reference = "Panos et al., ICCV 2023"
-
-    def parts(self) -> list[Part]:
-        return [Norms(), Head()]
+    parts = BnOnly.parts
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
         return head_then_norms(epochs) if index else hierarchical(epochs)
@@ -147,6 +141,4 @@ class TaskBn(Method):
 
     name = "task-bn"
     summary = "fine-tuning with task-specific BN, without recovered means"
-
-    def parts(self) -> list[Part]:
-        return [Norms(), Head()]
+    parts = BnOnly.parts

@@ -50,9 +50,7 @@ class Hierarchical(Method):
     summary = "ablation of ConFiT: hierarchical fine-tuning with shared BN"
     cost = "nothing; convolutions frozen in the first half of the epochs"
     reference = _PAPER
-
-    def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
-        return hierarchical(epochs)
+    stages = ConFiT.stages
 
 
 class FinetuneXconv(Method):
@@ -63,6 +61,4 @@ class FinetuneXconv(Method):
     cost = "input means in the last steps of a task, recovery before testing"
     reference = _PAPER
     Options = XconvOptions
-
-    def parts(self) -> list[Part]:
-        return [XconvNorms(self.options.means, self.options.statistics), Head()]
+    parts = ConFiT.parts

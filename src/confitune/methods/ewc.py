@@ -9,7 +9,7 @@ from pydantic import Field
 
 from confitune.methods.importance import FisherEstimator, Mode, fisher
 from confitune.methods.method import Method, Options, TaskContext
-from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, shared_values
+from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, of, shared_values
 
 
 class EwcOptions(Options):
@@ -47,6 +47,6 @@ class EWC(Method):
         fisher(context, self.options.fisher, self.options.mode, self.new)
         kept, t = list(self.fisher.values()), context.index
         torch._foreach_mul_(kept, t)
-        torch._foreach_add_(kept, [self.new[name] for name in self.fisher])
+        torch._foreach_add_(kept, of(self.new, self.fisher))
         torch._foreach_div_(kept, t + 1)
         copy_into(self.anchor, shared_values(context.net))

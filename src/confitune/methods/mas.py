@@ -12,7 +12,7 @@ from torch import Tensor
 
 from confitune.methods.importance import Mode, average
 from confitune.methods.method import Method, Options, TaskContext
-from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, shared_values
+from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, of, shared_values
 
 
 class MasOptions(Options):
@@ -57,5 +57,5 @@ class MAS(Method):
 
         each = (lambda x, labels: [(labels, None)]) if options.gradients == "sample" else None
         average(context, context.net, options.mode, length, Tensor.abs, self.new, each)
-        torch._foreach_add_(list(self.omega.values()), [self.new[name] for name in self.omega])
+        torch._foreach_add_(list(self.omega.values()), of(self.new, self.omega))
         copy_into(self.anchor, shared_values(context.net))

@@ -29,14 +29,16 @@ class Pull(NamedTuple):
 
         For no weight it is more than `most` times the distance.
         """
-        names, values, gradients = trained(net)
-        if not names:
+        shared = net.shared_parameters()
+        gradients = gradients_of(shared)
+        if not gradients:
             return
-        change, weights = torch._foreach_sub(values, of(self.anchor, names)), of(self.weight, names)
+        change = torch._foreach_sub(of(shared, gradients), of(self.anchor, gradients))
+        weights = of(self.weight, gradients)
         if most is not None:
             weights = list(torch._foreach_clamp_max(weights, most / self.slope))
         torch._foreach_mul_(change, weights)
-        torch._foreach_add_(gradients, change, alpha=self.slope)
+        torch._foreach_add_(list(gradients.values()), change, alpha=self.slope)
 
     def steepest(self) -> float:
         """The largest factor of a distance in its gradient."""
@@ -54,10 +56,16 @@ def shared_values(net: ContinualNet) -> Tensors:
     return {name: parameter.detach() for name, parameter in net.shared_parameters().items()}
 
 
+def gradients_of(parameters: Mapping[str, Tensor]) -> Tensors:
+    """Of those that have a gradient; what is frozen has none."""
+    return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+
+
 @torch.no_grad()
 def copy_into(targets: Tensors, sources: Mapping[str, Tensor]) -> None:
-    """Copy by name, in place."""
-    torch._foreach_copy_(list(targets.values()), of(sources, targets))
+    """Copy what there is, by name, in place."""
+    if sources:
+        torch._foreach_copy_(of(targets, sources), list(sources.values()))
 
 
 def of(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
@@ -65,26 +73,13 @@ def of(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
     return [tensors[name] for name in names]
 
 
-def trained(net: ContinualNet) -> tuple[list[str], list[Tensor], list[Tensor]]:
-    """Names, values and gradients of the shared parameters that have a gradient; what is frozen has none."""
-    found = [(name, p.detach(), p.grad) for name, p in net.shared_parameters().items() if p.grad is not None]
-    return [name for name, _, _ in found], [value for _, value, _ in found], [gradient for _, _, gradient in found]
-
-
-@torch.no_grad()
-def keep_gradients(net: ContinualNet, into: Tensors) -> None:
-    """Copy the gradients that there are."""
-    names, _, gradients = trained(net)
-    if names:
-        torch._foreach_copy_(of(into, names), gradients)
-
-
 @torch.no_grad()
 def moved(net: ContinualNet, previous: Tensors) -> Tensors:
     """How far a step moved each trained weight from `previous`, which then holds the weights of now."""
-    names, now, _ = trained(net)
-    if not names:
+    shared = net.shared_parameters()
+    now = {name: shared[name] for name in gradients_of(shared)}
+    if not now:
         return {}
-    change = torch._foreach_sub(now, of(previous, names))
-    torch._foreach_copy_(of(previous, names), now)
-    return dict(zip(names, change, strict=True))
+    change = torch._foreach_sub(list(now.values()), of(previous, now))
+    copy_into(previous, now)
+    return dict(zip(now, change, strict=True))

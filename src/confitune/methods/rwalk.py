@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from confitune.methods.method import Method, Options, TaskContext
-from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, keep_gradients, moved, of, shared_values
+from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, gradients_of, moved, of, shared_values
 from confitune.nn import ContinualNet
 
 
@@ -54,7 +54,7 @@ class RWalk(Method):
         copy_into(self.previous, shared_values(context.net))
 
     def read_gradients(self, net: ContinualNet) -> None:
-        keep_gradients(net, self.gradient)
+        copy_into(self.gradient, gradients_of(net.shared_parameters()))
 
     def pull(self) -> Pull | None:
         """lambda * (F + s)(...)^2 has no half in front."""
@@ -63,7 +63,7 @@ class RWalk(Method):
     def after_step(self, net: ContinualNet) -> None:
         """Eq. 7 and 8, one step."""
         if self.options.gradient == "total":
-            keep_gradients(net, self.gradient)
+            copy_into(self.gradient, gradients_of(net.shared_parameters()))
         steps = moved(net, self.previous)
         if not steps:
             return
@@ -83,8 +83,6 @@ class RWalk(Method):
         torch._foreach_add_(of(self.score, steps), gain)
 
     def end_task(self, context: TaskContext) -> None:
-        scores = list(self.score.values())
-        torch._foreach_mul_(scores, 0.5)
-        copy_into(self.weight, self.fisher)
-        torch._foreach_add_(list(self.weight.values()), scores)
+        for name, score in self.score.items():
+            self.weight[name].copy_(self.fisher[name] + score.mul_(0.5))
         copy_into(self.anchor, shared_values(context.net))

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 
 from confitune.methods.method import Method, Options, TaskContext
-from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, keep_gradients, moved, of, shared_values
+from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, gradients_of, moved, of, shared_values
 from confitune.nn import ContinualNet
 
 
@@ -51,7 +51,7 @@ class SI(Method):
         torch._foreach_zero_(list(self.path.values()))
 
     def read_gradients(self, net: ContinualNet) -> None:
-        keep_gradients(net, self.gradient)
+        copy_into(self.gradient, gradients_of(net.shared_parameters()))
 
     def pull(self) -> Pull | None:
         """c * Omega * (...)^2 has no half in front."""
@@ -60,7 +60,7 @@ class SI(Method):
     def after_step(self, net: ContinualNet) -> None:
         """Eq. 3, one step: w -= g * (theta_after - theta_before)."""
         if self.options.gradient == "total":
-            keep_gradients(net, self.gradient)
+            copy_into(self.gradient, gradients_of(net.shared_parameters()))
         steps = moved(net, self.previous)
         if steps:
             torch._foreach_addcmul_(of(self.path, steps), of(self.gradient, steps), list(steps.values()), -1.0)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
 from confitune.nn.geometry import Size
-from confitune.nn.parts.input_means import Statistics, count, fold, take_in
+from confitune.nn.parts.input_means import Statistics, count, take_in
 from confitune.nn.parts.norms import batch_norms
 from confitune.nn.parts.part import Part
 
@@ -60,7 +60,8 @@ class Observer:
 
     def fold(self) -> None:
         """Bring all input means up to date."""
-        fold(self._inputs)
+        for inputs in self._inputs:
+            inputs.fold()
 
     def through(self, backbone: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """What `backbone` makes of a batch, whose means are taken in together when it is through, not if it raises."""
@@ -138,8 +139,8 @@ class Observer:
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
             self.track(tracked)
-            self.fold()  # while it is still known to be a sum
             for inputs in self._inputs:
+                inputs.fold()  # while it is still known to be a sum
                 inputs.cumulative = False
         found = [*moments, *(table for inputs in self._inputs for table in inputs.tables)]
         return torch.stack(torch._foreach_norm(found, float("inf"))).isfinite().all() if found else torch.tensor(True)

@@ -9,7 +9,7 @@ LoRA, or from directions that the method gives it (`start_along`), with which a 
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -116,8 +116,7 @@ class Deltas(Part):
     def _changed(self, place: int, weight: Tensor) -> Tensor:
         with torch.autocast(weight.device.type, enabled=False):  # the change is small: not in half precision
             rows = product(self.a[place], self.windows[place]) if self.windows else self.a[place]
-            changed: Tensor = weight + (self.b[place] @ rows).view_as(weight)
-            return changed
+            return cast(Tensor, weight + (self.b[place] @ rows).view_as(weight))
 
     def restore(self, facts: Any) -> None:
         self._merged = []
@@ -132,10 +131,9 @@ class Deltas(Part):
         own = layer.weight
         layer._parameters["weight"] = self._merged[place] if self._merged else self._changed(place, own)
         try:
-            output: Tensor = type(layer).forward(layer, x)
+            return cast(Tensor, type(layer).forward(layer, x))
         finally:
             layer._parameters["weight"] = own
-        return output
 
 
 def product(a: Tensor, windows: Tensor) -> Tensor:

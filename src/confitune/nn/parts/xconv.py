@@ -168,6 +168,5 @@ class XconvNorms(Part):
     @torch.no_grad()
     def prepare(self) -> None:
         """Recover the means of all layers through today's weights."""
-        if layers := self.layers.values():
-            means = [layer.norm.get_buffer("running_mean") for layer in layers]
-            torch._foreach_copy_(means, [layer.recovered_mean() for layer in layers])
+        for layer in self.layers.values():
+            layer.norm.get_buffer("running_mean").copy_(layer.recovered_mean())
