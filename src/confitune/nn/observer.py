@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from confitune.errors import ConfituneError
 from confitune.nn.geometry import Size
-from confitune.nn.parts.input_means import Statistics, count, take_in
+from confitune.nn.parts.input_means import Statistics, count, fold, take_in
 from confitune.nn.parts.norms import batch_norms
 from confitune.nn.parts.part import Part
 
@@ -60,8 +60,7 @@ class Observer:
 
     def fold(self) -> None:
         """Bring all input means up to date."""
-        for inputs in self._inputs:
-            inputs.fold()
+        fold(self._inputs)
 
     def through(self, backbone: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """What `backbone` makes of a batch, whose means are taken in together when it is through, not if it raises."""

@@ -11,7 +11,7 @@ from torch.nn.functional import unfold
 from confitune.errors import ConfituneError
 from confitune.nn import InputMeans
 from confitune.nn.geometry import ConvGeometry
-from confitune.nn.parts.input_means import count, take_in
+from confitune.nn.parts.input_means import count, fold, take_in
 
 
 def windows(x: Tensor, conv: nn.Conv2d) -> Tensor:
@@ -35,7 +35,7 @@ def read_by(readers, means, channels=2, momentum=0.1) -> InputMeans:
 
 
 def folded(statistics: InputMeans) -> list[Tensor]:
-    statistics.fold()
+    fold([statistics])
     return statistics.tables
 
 
@@ -163,8 +163,8 @@ def test_folding_at_any_moment_changes_the_tables_only_by_rounding(means, moment
         seen(often, [x])
         seen(once, [x])
         if now:
-            often.fold()
-            often.fold()  # nothing is left to bring in
+            fold([often])
+            fold([often])  # nothing is left to bring in
     expected = averaged(batches, means, momentum)
     assert_tables(often, expected, atol=1e-12)
     assert_tables(once, expected, atol=1e-12)
@@ -177,7 +177,7 @@ def test_folding_at_any_moment_changes_the_tables_only_by_rounding(means, moment
 def test_live_state_goes_on_to_the_same_bits_while_batches_are_pending(means, momentum, earlier):
     batches = drawn(7)
     statistics = seen(tracker(means, momentum), batches[:earlier])
-    statistics.fold()
+    fold([statistics])
     seen(statistics, batches[earlier:4])
     state = statistics.get_extra_state()
     assert state["pending"] == 4 - earlier
@@ -287,8 +287,8 @@ def test_sums_of_planes_are_moved_as_one_after_the_other_to_the_bit(means, momen
     assert all(torch.equal(inputs._plane(), plane) for inputs, plane in zip(every, expected, strict=True))
     assert [(inputs.batches, inputs.pending) for inputs in every] == [(5, 5)] * 3
     together = copy.deepcopy(every)
+    fold(together)
     for inputs, other in zip(every, together, strict=True):
-        other.fold()
         assert_same_bits(inputs, other)
 
 

@@ -8,7 +8,7 @@ called, reading the input once; the sums of all inputs are then moved by one ker
 made of the sums when somebody asks for them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -114,11 +114,8 @@ class InputMeans(nn.Module):
             take_in([self])
             count([self])
 
-    @torch.no_grad()
-    def fold(self) -> None:
-        """Bring pending batches into the tables."""
-        if not self.pending:
-            return
+    def _terms(self) -> Iterator[tuple[Tensor, Tensor, float, float]]:
+        """Each table, what the pending batches are in it, and the shares of both in what it becomes; both flat."""
         earlier, plane = self.batches - self.pending, self._plane()
         keep, add = ((1 - self.momentum) ** self.pending if earlier else 0.0), 1.0
         if self.cumulative:
@@ -127,9 +124,7 @@ class InputMeans(nn.Module):
             of = geometry.taps if self.means == "window" else geometry.phases
             rows, columns = both_axes(of, (plane.shape[0], plane.shape[1]), plane.device, plane.dtype)
             of_rows = (rows @ plane.reshape(len(plane), -1)).view(-1, *plane.shape[1:])
-            table.mul_(keep).add_((columns @ of_rows).permute(2, 0, 1) * add)  # from [I, J, C]
-        plane.zero_()
-        self.pending = 0
+            yield table.view(-1), (columns @ of_rows).permute(2, 0, 1).reshape(-1), keep, add  # from [I, J, C]
 
     def window_means(self, geometry: ConvGeometry) -> Tensor:
         """Window means [C, K, K] for a reading convolution.
@@ -137,7 +132,7 @@ class InputMeans(nn.Module):
         Of phase means [C, s, s] those of the periodic map that they define at the input's real size: the same number
         as building the map, running the convolution on it and averaging the output (Eq. 11), without the map.
         """
-        self.fold()
+        fold([self])
         table = self.tables[self._geometries.index(self._kept(geometry))]
         if self.means == "window":
             return table
@@ -167,6 +162,20 @@ def count(every: Sequence[InputMeans]) -> None:
     for inputs in every:
         inputs.batches += inputs.calls
         inputs.pending += inputs.calls
+
+
+@torch.no_grad()
+def fold(every: Sequence[InputMeans]) -> None:
+    """Bring pending batches into the tables."""
+    if not (pending := [inputs for inputs in every if inputs.pending]):
+        return
+    tables, made, keep, add = zip(*[term for inputs in pending for term in inputs._terms()], strict=True)
+    torch._foreach_mul_(tables, keep)
+    torch._foreach_mul_(made, add)
+    torch._foreach_add_(tables, made)
+    torch._foreach_zero_([inputs._plane() for inputs in pending])
+    for inputs in pending:
+        inputs.pending = 0
 
 
 def _batch_mean(x: Tensor, mean: Tensor) -> None:

@@ -168,5 +168,6 @@ class XconvNorms(Part):
     @torch.no_grad()
     def prepare(self) -> None:
         """Recover the means of all layers through today's weights."""
-        for layer in self.layers.values():
-            layer.norm.get_buffer("running_mean").copy_(layer.recovered_mean())
+        if layers := self.layers.values():
+            means = [layer.norm.get_buffer("running_mean") for layer in layers]
+            torch._foreach_copy_(means, [layer.recovered_mean() for layer in layers])
