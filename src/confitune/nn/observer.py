@@ -138,8 +138,8 @@ class Observer:
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
             self.track(tracked)
+            self.fold()  # while it is still known to be a sum
             for inputs in self._inputs:
-                inputs.fold()  # while it is still known to be a sum
                 inputs.cumulative = False
         found = [*moments, *(table for inputs in self._inputs for table in inputs.tables)]
         return torch.stack(torch._foreach_norm(found, float("inf"))).isfinite().all() if found else torch.tensor(True)
