@@ -1,6 +1,6 @@
 """Try thousands of damaged, spliced and malicious files, each kind in a process of its own with little memory.
 
-    PYTHONPATH=src:tests python -m fuzz                              # the cases that the tests try: a minute
+    PYTHONPATH=src:tests python -m fuzz                              # twice the cases that the tests try: two minutes
     PYTHONPATH=src:tests python -m fuzz --seed 7 --more 10 images    # others, and more of them
 
 What goes wrong is shown with the smallest input that does it, and belongs among the `found` of its module.

@@ -101,10 +101,10 @@ def write_flowers(data_dir):
 @pytest.fixture(autouse=True, scope="module")
 def _small_images():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (decode, store, paper_sets):
-            patch.setattr(module, "CROP", 32)
         for module in (decode, paper_sets):
+            patch.setattr(module, "CROP", 32)
             patch.setattr(module, "RESIZE", 36)
+        patch.setattr(store, "SHAPE", (3, 32, 32))
         yield
 
 
@@ -230,13 +230,18 @@ def test_runs_have_the_papers_settings_of_the_dataset(table1, dataset):
 
 def test_images_are_decoded_as_the_papers_code_did(table1, places):
     """Boxes cut out of CUB200; bytes wrapped around in Caltech101 and Flowers102; CIFAR100 needs no store."""
-    headers = {}
-    for path in Path(places["cache_dir"]).glob("*-published-*.json"):
-        headers[path.name.split("-")[0]] = json.loads(path.read_text())
-    decoded = {name: header["shape"][0] for name, header in headers.items()}
+    stored = {}
+    for path in Path(places["cache_dir"]).glob("*-published-*.u8"):
+        data = np.fromfile(path, np.uint8)
+        count = len(data) // (3 * 32 * 32 + 4)  # bytes of an image and its checksum
+        stored[path.name.split("-")[0]] = data[: count * 3 * 32 * 32].reshape(count, 3, -1).astype(float)
+    decoded = {name: len(images) for name, images in stored.items()}
     assert decoded == {"cub200": 400, "caltech101": 505, "flowers102": 510}  # without Caltech101's background
-    assert {name for name, header in headers.items() if header["pipeline"]["use_box"]} == {"cub200"}
-    assert {name for name, header in headers.items() if header["pipeline"]["wrap"]} == {"caltech101", "flowers102"}
+    colours = np.array([colour(label) for label in range(200)], dtype=float)
+    away = {name: np.linalg.norm(images.mean(2)[:, None] - colours, axis=2).min(1) for name, images in stored.items()}
+    assert stored["cub200"].std(2).max() < 10  # black around the boxes is cut off
+    assert away["cub200"].max() < 10
+    assert all(np.median(away[name]) > 10 for name in ("caltech101", "flowers102"))
 
 
 def test_the_command_counts_the_verdicts(table1):
