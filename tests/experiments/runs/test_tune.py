@@ -14,7 +14,7 @@ from confitune.errors import ConfituneError
 from confitune.experiments.runs.identity import filled, finished_runs
 from confitune.experiments.runs.job import TrainingError, load_backbone
 from confitune.experiments.runs.recipe import make_recipe, read_recipe
-from confitune.experiments.runs.runner import Place, run_recipe
+from confitune.experiments.runs.runner import Place, plan_recipe, run_recipe
 from confitune.experiments.runs.tune import edge_note, plan_search, run_search, winner
 from confitune.nn import create_backbone
 from confitune.tasks import load_tasks
@@ -410,9 +410,16 @@ def test_what_is_there_is_refused_without_resume(values, done, started):
 
 
 @pytest.mark.parametrize("other", [{"lr": 0.5}, {"order_seed": 1}, {"held_out": 0.2}])
-def test_other_settings_are_other_runs(values, done, started, other):
+def test_other_settings_are_other_runs(values, done, other):
+    search = planned(values, grid=("1", "1000"), **{**DIVERGING, **other})
+    plans = [plan_recipe(search.validation(value), done, Place(), resume=True) for value in search.grid]
+    assert [[job.seed for job in jobs] for jobs in plans] == [[0, 1], [0, 1]]
+    assert not {job.key for jobs in plans for job in jobs} & finished_runs(done).keys()
+
+
+def test_runs_of_other_settings_are_added(values, done, started):
     before = finished_runs(done)
-    again(values, done, **other)
+    again(values, done, lr=0.5)
     assert {(strength, seed) for strength, seed, held_out in started if held_out and strength != 1e30} == {
         (1.0, 0),
         (1.0, 1),
