@@ -74,6 +74,7 @@ PARTS = {
         tables.learn_table,
     ),
     "photos": Part("Accuracy in percent on new photos, the task given", tables.about_photos, tables.photos_table),
+    "order": Part("Accuracy in percent of tasks that are unlike one another", tables.about_order, tables.order_table),
     "growing": Part("A growing bundle", tables.about_growing, tables.growing_table),
     "space": Part(
         "All classes of all tasks, by features of the pre-trained network alone",

@@ -296,6 +296,17 @@ def photos_table(numbers: Numbers) -> str:
     return table(["task", *(names.get(name, name.replace("best, ", "best.owns=")) for name in means)], rows)
 
 
+def about_order(numbers: Numbers) -> str:
+    seeds = max(len(scores) for scores in numbers["scores"]["first"].values())
+    return f"{numbers['model']}, {seeds} {'seed' if seeds == 1 else 'seeds'}"
+
+
+def order_table(numbers: Numbers) -> str:
+    means = numbers["means"]
+    rows = [[task, *(f"{of_task[task]:.1f}" for of_task in means.values())] for task in means["first"]]
+    return table(["task", *("learned first" if how == "first" else how for how in means)], rows)
+
+
 def about_growing(numbers: Numbers) -> str:
     return f"{numbers['model']}, {numbers['without_task']['photos']} new photos"
 
