@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from confitune.deploy import Bundle, BundleError, changing, go_back
 from confitune.deploy.bundle.format import StoredFile
-from confitune.deploy.bundle.store import Store
+from confitune.deploy.bundle.store import _DEVICE_FAILED, Store
 from deploy.bundle.shared import no_way_back, read_everything
 from deploy.shared import contents_and_times as contents, flipped
 from locks import held_by_another, without_locks
@@ -76,6 +76,14 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path):
         stored = files.store("tasks", {"head.weight": torch.tensor([0.0, bad])})
         with pytest.raises(BundleError, match="NaN or infinite"), files.read(stored):
             pytest.fail("was read")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, _DEVICE_FAILED])
+def test_a_device_that_fails_is_no_fault_of_the_file(tmp_path, error):
+    files = Store(tmp_path)
+    stored = files.store("tasks", {"a": torch.ones(2)})
+    with pytest.raises(error, match="of the device"), files.read(stored):
+        raise error("of the device")
 
 
 # ---- in a bundle -----------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ _FOLDER = f"({'|'.join(FOLDERS)})/"
 _OWN = re.compile(
     rf"{_FOLDER}[0-9a-f]{{64}}\.safetensors|({_FOLDER})?([0-9a-f]{{64}}|bundle|bundle\.before)\.[0-9a-f]{{32}}\.partial"
 )
+_DEVICE_FAILED = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # torch 2.7 has no error of its own
 _INSIDE = 2  # times the image's size: what a layer may read, some networks pad their images
 _KINDS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _KINDS |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
@@ -97,7 +98,7 @@ class Store:
             if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
                 raise BundleError("it has NaN or infinite values")
             yield tensors
-        except torch.OutOfMemoryError:  # of the device: no fault of the file
+        except (torch.OutOfMemoryError, _DEVICE_FAILED):  # no fault of the file
             raise
         except Exception as error:  # whatever a file can be that only its hash vouches for
             raise BundleError(f"{self.root / stored.name} is not what a bundle keeps: {error}") from error
