@@ -69,14 +69,14 @@ def main() -> None:
             seeds = range(options.seeds)
             scores["fine-tuned"][task.name] = [fine_tuned(backbone, task, device, seed) for seed in seeds]
         runs = [(order, seed) for order in (tasks, tasks[::-1])[: options.orders] for seed in range(options.seeds)]
-        for owns in ("chosen", *candidates):
-            began = time.perf_counter()
-            for name, accuracy, choice in learned(backbone, runs, options.device, owns):
-                scores["best" if owns == "chosen" else f"best, {owns}"].setdefault(name, []).append(accuracy)
-                if owns == "chosen":
-                    chosen.append({"task": name, **choice})
-            if owns == "chosen":
-                seconds.append((time.perf_counter() - began) / (len(runs) * len(tasks)))
+        began = time.perf_counter()
+        for name, accuracy, choice in learned(backbone, runs, options.device):
+            scores["best"].setdefault(name, []).append(accuracy)
+            chosen.append({"task": name, **choice})
+        seconds.append((time.perf_counter() - began) / (len(runs) * len(tasks)))
+        for owns in candidates:
+            for name, accuracy, _ in learned(backbone, runs, options.device, owns):
+                scores[f"best, {owns}"].setdefault(name, []).append(accuracy)
     means = {name: {task: statistics.mean(of_task) for task, of_task in by.items()} for name, by in scores.items()}
     show(means, chosen, statistics.mean(seconds))
     numbers = {

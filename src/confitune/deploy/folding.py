@@ -19,7 +19,6 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -69,9 +68,11 @@ def copied_to_cpu(net: ContinualNet) -> ContinualNet:
 def example_images(backbone: nn.Module, size: Size) -> Tensor | None:
     """Two blank images of `size` that go through `backbone`; None where none do."""
     guess = guess_input(backbone)
+    if guess.dim() != 4:
+        return None
     # timm's description of a network says three channels, even where it was built with another number.
     convs = (module.in_channels for module in backbone.modules() if isinstance(module, nn.Conv2d))
-    for channels in dict.fromkeys((guess.shape[1], *islice(convs, 1))) if guess.dim() == 4 else ():
+    for channels in dict.fromkeys((guess.shape[1], next(convs, guess.shape[1]))):
         example = guess.new_zeros(2, channels, *size)
         with suppress(Exception):
             backbone(example)

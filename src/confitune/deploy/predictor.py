@@ -176,11 +176,16 @@ class Predictor:
 
     def _of_tasks(self, x: Tensor, tasks: Sequence[str], top: int) -> list[Prediction]:
         """Answers where the tasks are given."""
-        logits, found = self._tasks.logits(x, tasks), []
-        for task, row, shares in zip(tasks, logits, logits.softmax(1).tolist(), strict=True):
+        logits = self._tasks.logits(x, tasks)
+        places = logits.topk(min(top, logits.shape[1])).indices
+        shares = logits.softmax(1).gather(1, places)
+        found = []
+        for task, best, of_image in zip(tasks, places.tolist(), shares.tolist(), strict=True):
             names = self.tasks[task].classes
-            best = row.topk(min(top, len(names))).indices.tolist()
-            found.append(Prediction(task, None, tuple((names[place], shares[place]) for place in best), self.version))
+            named = tuple(
+                (names[place], share) for place, share in zip(best, of_image, strict=True) if place < len(names)
+            )
+            found.append(Prediction(task, None, named, self.version))
         return found
 
     def _guessed(self, x: Tensor, top: int, among: Sequence[str] | None) -> list[Prediction]:
