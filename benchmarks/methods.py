@@ -25,8 +25,8 @@ from confitune.methods import create_method
 from confitune.nn import create_backbone
 
 METHODS = ("finetune", "ewc", "si", "rwalk", "mas", "mas-cpr", "mas-afec", "confit", "best")
-# A task that is not trained would take no time: both kinds of statistics are judged, and then it is.
-ALWAYS_TRAINED = {"best": {"worse": 1e9, "most": 1e9}}
+# A task that gets a head alone would take no time.
+ALWAYS_TRAINED = {"best": {"owns": "moments"}}
 
 
 def main() -> None:

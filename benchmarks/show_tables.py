@@ -352,16 +352,27 @@ def space_table(numbers: Numbers) -> str:
 
 
 def about_mixed(numbers: Numbers) -> str:
-    return f"{numbers['model']}, {numbers['batch_size']} images of {numbers['pixels']} pixels"
+    model, method = numbers["model"], numbers["method"]
+    return f"{model}, tasks of {method}, {numbers['batch_size']} images of {numbers['pixels']} pixels"
 
 
 def mixed_table(numbers: Numbers) -> str:
+    head, tasks = ["tasks in the batch", "milliseconds", "against one task"], str(numbers["tasks"])
+    if "seconds" in numbers:  # of a GPU
+        ways = {"one task": "1, captured", "mixed": f"{tasks}, captured", "task by task": f"{tasks}, task by task"}
+        ratios = {"one task / one task": 1.0, **numbers["ratios"]}
+        rows = [
+            [words, f"{1000 * statistics.median(numbers['seconds'][way]):.2f}", times(ratios[f"{way} / one task"])]
+            for way, words in ways.items()
+        ]
+        read = statistics.median(numbers["milliseconds_to_read_a_task"])
+        return table(head, [*rows, ["1 image of a task that is read from disk", f"{read:.1f}", ""]])
     single, mixed = (statistics.median(numbers[key]) for key in ("single_seconds", "mixed_seconds"))
     rows = [
         ["1", f"{1000 * single:.1f}", "1.00×"],
         [str(numbers["tasks"]), f"{1000 * mixed:.1f}", times(numbers["ratio"])],
     ]
-    return table(["tasks in the batch", "milliseconds", "against one task"], rows)
+    return table(head, rows)
 
 
 def about_predict(numbers: Numbers) -> str:

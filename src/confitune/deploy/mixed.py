@@ -3,7 +3,8 @@
 What a task owns is one row of a table on the device: for each norm a scale and a shift (those of a batch norm have its
 moments in them), for each changed layer the factors of the change, and the head. A batch norm is x * scale + shift, a
 convolution with a change of low rank is W x + B (A x), where A x has only as many channels as the change has ranks: a
-mixed batch costs little more than one task's.
+mixed batch costs little more than one task's. On a GPU that is done by kernels of our own, together with the batch norm
+that follows, see `mixed_kernels.py`.
 
 On a GPU a batch is padded to the next of a few sizes, for each of which the pass is captured as a CUDA graph. The table
 and the weights stay where they are, so graphs stay valid whatever tasks come and go.
@@ -12,12 +13,14 @@ and the weights stay where they are, so graphs stay valid whatever tasks come an
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 from timm.layers import BatchNormAct2d, Conv2dSame, GroupNorm, GroupNorm1, LayerNorm, LayerNorm2d, pad_same
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, pad
+from torch.nn.functional import conv2d, pad, relu
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models.convnext import LayerNorm2d as TorchvisionLayerNorm2d
 
@@ -25,6 +28,7 @@ from confitune.deploy.folding import folded_pretrained
 from confitune.engine.capture import forget_capture
 from confitune.errors import ConfituneError
 from confitune.nn import ContinualNet, Deltas, Head, Moments, Norms, XconvNorms
+from confitune.nn.pairing import Flow, trace_flow
 from confitune.nn.parts.deltas import product
 from confitune.nn.parts.norms import norm_layers
 
@@ -57,11 +61,17 @@ class MixedNet:
             raise CannotMixError(f"tasks own {', '.join(others)}, which all images of a batch share")
         self._image, self.classes = tuple(image), classes
         self._device = next(net.backbone.parameters()).device
-        self._backbone = folded_pretrained(net, ["deltas"]).to(memory_format=torch.channels_last).to(self._device)
+        self._backbone = folded_pretrained(net, ["deltas"])
+        flow = trace_flow(self._backbone, torch.zeros(2, *image))
+        self._geometries = {call.module: call.geometry for call in flow.convs}
+        self._backbone.to(memory_format=torch.channels_last).to(self._device)
         self._slots: dict[str, tuple[int, torch.Size]] = {}  # of a row: where what starts, and its shape
         self._numbers = 0
         for name, norm in norm_layers(self._backbone).items():
             self._replace_norm(name, norm)
+        for layer in self._backbone.modules():
+            if type(layer) is nn.ReLU:
+                layer.forward = partial(self._relu, layer.inplace)  # type: ignore[method-assign]
         for name in net.part(Deltas).layers if "deltas" in net.parts else ():
             self._replace_changed(name, self._backbone.get_submodule(name), net.part(Deltas).live(True))
         self._slot("head.weight", (classes, net.head.features))
@@ -69,11 +79,15 @@ class MixedNet:
         self._table = torch.zeros(tasks, self._numbers, device=self._device)
         self._rows: dict[str | None, int] = {}
         self._own: dict[str, Tensor] = {}  # during a pass: of each image
+        self._norm_after: dict[str, str] = {}  # of convolutions: the batch norm that finishes what they do
+        self._left: dict[str, Callable[..., Tensor]] = {}  # during a pass: to be done by such a norm
+        self._rectified: set[str] = set()  # such norms that do the ReLU after them, too
+        self._before_relu: set[str] = set()  # all norms that a ReLU follows
+        self._fresh: tuple[str, Tensor | None, int] = "", None, 0  # during a pass: the last norm, what it gave, version
         self._passes: dict[int, Callable[..., Outputs]] = {}  # by size
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         try:  # five: no layer has as many windows or tokens, so one that sees something else than images is found
-            with torch.no_grad():
-                self._forward(*self._blank(5))
+            self._pair(flow, net)
         except Exception as error:
             raise CannotMixError(f"{type(net.backbone).__name__} does not take images one by one: {error}") from error
 
@@ -137,14 +151,32 @@ class MixedNet:
         self._own = self._read(self._table[rows])
         features: Tensor = self._backbone(x)
         weight, bias = self._own["head.weight"], self._own["head.bias"]
-        self._own = {}
+        self._own, self._fresh = {}, ("", None, 0)
         return features, torch.baddbmm(bias[..., None], weight, features[..., None])[..., 0]
+
+    @torch.no_grad()
+    def _pair(self, flow: Flow, net: ContinualNet) -> None:
+        """Let batch norms finish what the convolutions before them do, and do the ReLU after them, unless that makes a
+        difference: it does where something else reads what is in between."""
+        chance = torch.Generator().manual_seed(0)
+        x, rows = self._blank(5)
+        x.copy_(torch.randn(x.shape, generator=chance))
+        self.load(None, net)
+        self._table[0] += 0.05 * torch.randn(self._numbers, generator=chance).to(x)
+        expected = self._forward(x, rows)[0]
+        norms = [name for name, norm in norm_layers(self._backbone).items() if isinstance(norm, _BatchNorm)]
+        self._norm_after = {call.module: norm for norm in norms if (call := flow.conv_before(norm)[0]) is not None}
+        self._rectified = self._before_relu & set(self._norm_after.values())
+        if not torch.allclose(self._forward(x, rows)[0], expected, 1e-3, 1e-3 * float(expected.abs().max())):
+            self._norm_after = {}
+        self._table.zero_()
+        self._rows.clear()
 
     # ---- layers ----------------------------------------------------------------------------------------------------
 
     def _slot(self, name: str, shape: Sequence[int]) -> None:
         self._slots[name] = self._numbers, torch.Size(shape)
-        self._numbers += -(-torch.Size(shape).numel() // 4) * 4  # processors read four numbers at a time
+        self._numbers += -(-torch.Size(shape).numel() // 16) * 16  # what starts there is read several numbers at a time
 
     def _read(self, rows: Tensor) -> dict[str, Tensor]:
         """Views of what rows [N, numbers] hold, by name."""
@@ -170,11 +202,24 @@ class MixedNet:
             norm.forward = partial(self._normalised, name, norm, axis)
 
     def _normalised(self, name: str, norm: Any, axis: int, x: Tensor) -> Tensor:
-        shape = [len(x)] + [1] * (x.dim() - 1)
-        shape[axis] = -1
-        scale, shift = (own.view(shape) for own in self._of(name, ("scale", "shift"), x))
-        y: Tensor = torch.addcmul(shift, x if isinstance(norm, _BatchNorm) else type(norm).forward(norm, x), scale)
+        own = self._of(name, ("scale", "shift"), x)
+        if name in self._left:
+            y = self._left.pop(name)(x, *own, name in self._rectified)
+        else:
+            shape = [len(x)] + [1] * (x.dim() - 1)
+            shape[axis] = -1
+            scale, shift = (values.view(shape) for values in own)
+            y = torch.addcmul(shift, x if isinstance(norm, _BatchNorm) else type(norm).forward(norm, x), scale)
+        self._fresh = name, y, y._version
         return cast(Tensor, norm.act(norm.drop(y))) if isinstance(norm, BatchNormAct2d) else y
+
+    def _relu(self, in_place: bool, x: Tensor) -> Tensor:
+        norm, made, version = self._fresh
+        if x is made and x._version == version:  # nothing was added to it in place
+            self._before_relu.add(norm)
+            if self._norm_after and norm in self._rectified:
+                return x
+        return relu(x, in_place)
 
     def _replace_changed(self, name: str, layer: Any, live: Any) -> None:
         for key in ("delta.a", "delta.b", "delta.window"):
@@ -196,13 +241,36 @@ class MixedNet:
             grouped = _convolved(layer, x, layer.weight + (b @ rows).unflatten(2, layer.weight.shape[1:]))
             return grouped if layer.bias is None else grouped + layer.bias[:, None, None]
         y: Tensor = type(layer).forward(layer, x)
-        if not window:
-            inner = _convolved(layer, x, a.unflatten(2, layer.weight.shape[1:]))
-        else:
+        geometry, last = self._geometries[name], torch.channels_last
+        fast = x.is_cuda and x.is_contiguous(memory_format=last) and y.is_contiguous(memory_format=last)
+        finish: Callable[..., Tensor] = _finished
+        if fast and window and geometry is not None and (kernels := _kernels()) is not None:
+            inner, finish = kernels.inner(x, a, window[0], geometry, y.shape[2:]), kernels.finished
+        elif window:
             z = (a @ x.flatten(2)).unflatten(2, x.shape[2:])
             inner = _convolved(layer, z, window[0].unflatten(2, (1, *layer.kernel_size)))
-        y.view(*y.shape[:2], -1).mT.baddbmm_(inner.flatten(2).mT, b.mT)
-        return y
+        else:
+            inner = _convolved(layer, x, a.unflatten(2, layer.weight.shape[1:]))
+        if name in self._norm_after:
+            self._left[self._norm_after[name]] = partial(finish, inner, b)
+            return y
+        return finish(inner, b, y)
+
+
+@cache
+def _kernels() -> Any:
+    """For GPUs, where Triton is there, as it is with torch on Linux."""
+    return import_module("confitune.deploy.mixed_kernels") if find_spec("triton") else None
+
+
+def _finished(
+    inner: Tensor, b: Tensor, y: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, rectify: bool = False
+) -> Tensor:
+    """(y + B inner) * scale + shift, perhaps without its negative values; y is overwritten."""
+    y.view(*y.shape[:2], -1).mT.baddbmm_(inner.flatten(2).mT, b.mT)
+    if scale is not None and shift is not None:
+        y = torch.addcmul(shift[..., None, None], y, scale[..., None, None])
+    return y.relu_() if rectify else y
 
 
 def _affine(norm: Any) -> tuple[Tensor, Tensor]:
