@@ -162,7 +162,9 @@ def test_own_method():
         for name in ("small-logits", "my-confit"):
             METHODS.pop(name, None)
     table = (DOCS / "own-method.md").read_text(encoding="utf-8").partition("## What can be overridden")[2]
-    for name in re.findall(r"`(\w+)(?:\([^`]*\))?(?: = [^`]*)?`", table.partition("\n\n**Parts**")[0]):
+    listed = re.findall(r"`(\w+)(?:\([^`]*\))?(?: = [^`]*)?`", table.partition("\n\n**Parts**")[0])
+    assert {"attach", "begin_task", "kept"} <= set(listed)
+    for name in listed:
         assert hasattr(create_method("ewc"), name), name
 
 

@@ -18,6 +18,7 @@ from PIL import ExifTags, Image
 
 from confitune import cli
 from confitune.deploy import Bundle, Predictor, changing, check_tasks
+from confitune.deploy.export.export import FORMATS
 from confitune.errors import ConfituneError
 from confitune.methods import METHODS
 from deploy.shared import contents, guess, settling
@@ -419,6 +420,10 @@ def test_what_cannot_be_exported_is_said(confitune, taught_once):
     assert "give --task for one task, or --all" in refused(confitune("export", taught_once[3]))
     message = refused(confitune("export", taught_once[3], "--task", "reds", "--to", "tape"))
     assert "there is no format 'tape'; there are: onnx" in message
+    message = refused(confitune("export", taught_once[3], "--task", "reds", "--out", "reds.ts", "--to", "onnx"))
+    assert "reds.ts: its ending says the format: leave --to out, or let the file end in .onnx" in message
+    message = refused(confitune("export", taught_once[3], "--task", "reds", "--out", "reds.ts"))
+    assert "reds.ts: files end in .onnx" in message
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -440,6 +445,10 @@ def test_help_shows_an_example(confitune, command, example):
     assert said.code == 0
     assert "Examples" in said.out
     assert example in said.out
+
+
+def test_help_lists_the_formats_that_there_are(confitune):
+    assert f"[{'|'.join(FORMATS)}]" in confitune("export", "--help").out
 
 
 def test_help_imports_no_torch():

@@ -415,6 +415,7 @@ def test_a_missing_recipe(confitune, tmp_path):
         ),
         ("--weights none.pth", "no weights file none.pth"),
         ("--method nowhere.py:Mine", "nowhere.py: FileNotFoundError"),
+        ("--method own/file.py", "no method 'own/file.py': write own/file.py:CLASS"),
         ("--dataset nowhere.py:load", "there is no file nowhere.py; write FILE.py:FUNCTION with its path"),
         ("--model test_resnet", "start.pth does not fit"),
         ("--dataset folder:nowhere", "the folder nowhere is not there"),

@@ -88,8 +88,9 @@ def test_the_order_of_batches_is_the_same_each_time_for_a_seed_and_a_task(begun)
 # ---- gradients and features ------------------------------------------------------------------------------------------
 
 
-def test_gradients_are_summed_over_batches_and_leave_no_trace(begun):
-    context = begun()
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_gradients_are_summed_over_batches_and_leave_no_trace(begun, smoothing):
+    context = begun(label_smoothing=smoothing)
     weight = context.net.backbone.get_parameter("0.weight")
     buffers = [buffer.clone() for buffer in context.net.buffers()]
     torch.manual_seed(1)  # of dropout
@@ -101,7 +102,8 @@ def test_gradients_are_summed_over_batches_and_leave_no_trace(begun):
     order = context._order("gradients", 0)
     for positions in (order[:8], order[8:16]):
         pixels, labels = context.task.train.batch(positions)
-        expected += torch.autograd.grad(cross_entropy(context.net(context.task.inputs(pixels)), labels), [weight])[0]
+        loss = cross_entropy(context.net(context.task.inputs(pixels)), labels, label_smoothing=smoothing)
+        expected += torch.autograd.grad(loss, [weight])[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 

@@ -6,6 +6,7 @@ from torch.nn.functional import cross_entropy
 
 from confitune.engine import TrainSettings, evaluate, fit
 from confitune.engine.step import augment, classification_loss, count_right, draw_noise, within_own_task
+from confitune.errors import ConfituneError
 
 
 def seeded(seed=0):
@@ -120,6 +121,15 @@ def test_the_joint_loss_is_the_cross_entropy_of_every_image_within_its_own_task(
         total += cross_entropy(logits[mine, first:stop], labels[mine] - first, reduction="sum").item()
     assert classification_loss(logits, labels, GROUPS).item() == pytest.approx(total / 50, rel=1e-6)
     assert classification_loss(logits, labels).item() == pytest.approx(cross_entropy(logits, labels).item(), rel=1e-6)
+
+
+def test_the_loss_is_what_settings_say():
+    logits, labels = random_batch()
+    smoothed = classification_loss(logits, labels, settings=TrainSettings(label_smoothing=0.1))
+    assert torch.equal(smoothed, cross_entropy(logits, labels, label_smoothing=0.1))
+    assert torch.equal(classification_loss(logits, labels, settings=TrainSettings()), cross_entropy(logits, labels))
+    with pytest.raises(ConfituneError, match="label_smoothing would spread labels over all tasks' classes"):
+        classification_loss(logits, labels, GROUPS, TrainSettings(label_smoothing=0.1))
 
 
 def test_gradients_of_the_joint_loss_stay_in_the_images_own_task():

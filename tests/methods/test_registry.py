@@ -335,6 +335,13 @@ def test_what_cannot_be_taken_from_a_file_is_named(own, tmp_path):
         create_method("confitune.metrics:Mine")
 
 
+def test_a_file_without_a_class_is_not_run_and_answered_with_how_to_write_it(own):
+    path = own(text="1 / 0")
+    for name in (path, f"ewc+{path}"):
+        with pytest.raises(ConfituneError, match=re.escape(f"no method '{path}': write {path}:CLASS, a class in it")):
+            create_method(str(name))
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 
+from confitune.methods import Method
 from killed import Killed, Killer, Starts
 
 CASES = {
@@ -66,3 +67,44 @@ def test_without_its_state_a_resumed_run_would_differ(make_run, tmp_path, method
         )
     assert run.resume()
     assert run.run().final_sha256 != whole.final_sha256
+
+
+class HeldToTheStart(Method):
+    """A pull towards the pre-trained weights, which are copied where `copied` says."""
+
+    kept = ("start",)
+
+    def __init__(self, copied):
+        super().__init__()
+        self.copied = copied
+        self.attached = []
+
+    def attach(self, net, index):
+        super().attach(net, index)
+        self.attached.append(index)
+        self._copy(net, index, "attach")
+
+    def begin_task(self, context):
+        self._copy(context.net, context.index, "begin_task")
+
+    def _copy(self, net, index, where):
+        if index == 0 and where == self.copied:
+            for name, p in net.shared_parameters().items():
+                self.start[name].copy_(p.detach())
+
+    def add_gradients(self, net):
+        for name, p in net.shared_parameters().items():
+            if p.grad is not None:
+                p.grad.add_(p.detach() - self.start[name])
+
+
+@pytest.mark.parametrize(("copied", "same"), [("begin_task", True), ("attach", False)])
+def test_attach_is_called_again_when_a_task_goes_on_and_begin_task_is_not(make_run, tmp_path, copied, same):
+    whole = make_run("finetune", hooks=[HeldToTheStart(copied)]).run()
+    with pytest.raises(Killed):
+        make_run("finetune", hooks=[HeldToTheStart(copied)], folder=tmp_path, listeners=[Killer(0, 1)]).run()
+    method = HeldToTheStart(copied)
+    run = make_run("finetune", hooks=[method], folder=tmp_path)
+    assert run.resume()
+    assert (run.run().final_sha256 == whole.final_sha256) == same
+    assert method.attached == [0, 1, 2]

@@ -7,6 +7,7 @@ import json
 import sys
 from contextlib import closing
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from confitune.deploy import LearnReport, Prediction
 
 _WORTH_A_WORD = 0.01  # probability of a class of another task
+# `deploy.export.export.FORMATS`, without the import: help needs no torch.
+_FORMATS = [m.name for m in iter_modules([f"{Path(__file__).parents[1]}/deploy/export"]) if m.name != "export"]
 BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="a folder that `confitune learn` made")]
 Device = Annotated[str, Option(help="auto, cpu, cuda, ...")]
 Texts = list[str] | None  # of an option that may be given many times
@@ -277,10 +280,12 @@ def export_command(
     bundle: BundleFolder,
     task: Annotated[str | None, Option(help="which task")] = None,
     every: Annotated[bool, Option("--all", help="all tasks in one file, which is told the task by its number")] = False,
-    to: Annotated[str, Option(metavar="FORMAT", help="of the file")] = "onnx",
+    to: Annotated[
+        str | None, Option(metavar=f"[{'|'.join(_FORMATS)}]", help="format; default: as --out ends, or onnx")
+    ] = None,
     out: Annotated[Path | None, Option(metavar="FILE", help="default: the name of the task or the bundle")] = None,
 ) -> None:
-    """Write one task, or all of them, as an ONNX file for another runtime: images in, logits out.
+    """Write one task, or all of them, as a file for another runtime: images in, logits out.
 
     The file is run on ten images of each task and compared with the bundle before it is said to be good. Its metadata
     says how to use it.

@@ -160,7 +160,11 @@ class Method:
     # ---- what is added, step by step -------------------------------------------------------------------------------
 
     def attach(self, net: ContinualNet, index: int) -> None:
-        """The network is where the task with this index will be trained; called before anything else of the task."""
+        """The network is where the task with this index will be trained; called before anything else of the task.
+
+        And again when a task goes on after a resume, with weights that have moved since it began: what is to be taken
+        of them once belongs into `begin_task`, and into what is `kept`.
+        """
         self.index = index
         for field in (*self.kept, *self.running, *self.scratch):
             tensors: Tensors = getattr(self, field)

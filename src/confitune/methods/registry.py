@@ -63,6 +63,8 @@ def _class_of(name: str) -> type[Method]:
         if not (isinstance(found, type) and issubclass(found, Method) and found.name):
             raise ConfituneError(f"{place} has no method {attribute!r}: a class derived from Method, with a name")
         return found
+    if name.endswith(".py"):  # not run: a name in someone else's results may be one
+        raise ConfituneError(f"no method {name!r}: write {name}:CLASS, a class in it that is derived from Method")
     near = difflib.get_close_matches(name.lower(), METHODS, 1, 0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfituneError(f"no method {name!r}: {hint}There are {', '.join(METHODS)}.")

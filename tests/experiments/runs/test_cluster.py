@@ -242,6 +242,13 @@ def test_without_ray_it_is_said_how_to_get_it(monkeypatch):
         pass
 
 
+def test_without_ray_an_unknown_place_is_still_called_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    message = "--on slurm: write local, ray, HOST:PORT or ray://HOST:PORT"
+    with pytest.raises(ConfituneError, match=message), open_place("slurm"):
+        pass
+
+
 @pytest.mark.parametrize(
     ("on", "message"),
     [

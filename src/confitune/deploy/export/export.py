@@ -162,21 +162,23 @@ def check_export(path: Path, net: ContinualNet, task: str, images: Tensor) -> fl
     return largest
 
 
-def export_bundle(path: Path, task: str | None, out: Path | None = None, to: str = "onnx") -> tuple[Path, float]:
+def export_bundle(path: Path, task: str | None, out: Path | None = None, to: str | None = None) -> tuple[Path, float]:
     """Write one task of the bundle in `path`; gives the file, and its largest difference to the bundle's logits.
 
     Args:
         task: its name; None: all tasks in one file.
-        out: the file; default: the name of the task or the bundle in the current folder.
-        to: the format.
+        out: the file, whose ending says the format; default: the name of the task or the bundle in the current folder.
+        to: the format where `out` is not given; default: onnx.
     """
-    if to not in FORMATS:
+    if to not in (None, *FORMATS):
         raise ConfituneError(f"there is no format {to!r}; there are: {', '.join(FORMATS)}")
+    if out and to and out.suffix != f".{to}":
+        raise ConfituneError(f"{out}: its ending says the format: leave --to out, or let the file end in .{to}")
     bundle = Bundle.open(path)
     tasks = list(bundle.tasks) if task is None else [task]
     net, ready = bundle.load_network(tasks), bundle.network.preprocess()
     name = path.resolve().name if task is None else task
-    out = out or Path(re.sub(r"[^\w-]+", "_", name) + f".{to}")
+    out = out or Path(re.sub(r"[^\w-]+", "_", name) + f".{to or 'onnx'}")
     facts = {"version": bundle.manifest.version, "steps": [("resize", RESIZE), ("crop", CROP), *_steps(ready)]}
     export_network(net, task or tasks, out, size=bundle.network.size, preprocess=ready, facts=facts)
     return out, max(check_export(out, net, name, ready(_some_images(bundle, name))) for name in tasks)

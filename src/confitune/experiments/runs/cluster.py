@@ -67,15 +67,15 @@ def share_of(
 
 def connect(on: str) -> Any:
     """Ray, connected to the cluster that `--on` names; see `confitune.experiments.runs.runner.open_place`."""
+    address = os.environ.get("RAY_ADDRESS", "") if on == "ray" else on
+    if address:
+        _require_answer(address, on)
     try:
         import ray
     except ImportError as error:
         raise ConfituneError(f"--on {on} needs Ray: pip install 'confitune[ray]'") from error
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = os.environ.get("RAY_ADDRESS", "") if on == "ray" else on
     here = {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_BYTES}
-    if address:
-        _require_answer(address, on)
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **({"address": address} if address else here))
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
