@@ -157,6 +157,36 @@ def test_what_cannot_be_mixed_says_why(learned, model, parts, why):
         mixed_of(learned(model, parts()))
 
 
+class Twice(nn.Module):
+    """What is between a convolution and its norm, or between that and its ReLU, goes somewhere else, too."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.conv, self.norm, self.relu = where, nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        convolved = self.conv(x)
+        normalised = self.norm(convolved)
+        other = {"convolution": convolved, "norm": normalised, "nowhere": 0}[self.where]
+        return (self.relu(normalised) + other).mean((2, 3))
+
+
+@pytest.mark.parametrize("where", ["convolution", "norm", "nowhere"])
+def test_norms_finish_convolutions_that_nobody_else_reads(learned, images, where):
+    net = learned(lambda: Twice(where), of_best(rank=1))
+    mixed, x = mixed_of(net), images(3, SIZE)
+    assert mixed._norm_after == ({"conv": "norm"} if where == "nowhere" else {})
+    tasks = ["birds", "pets", "fish"]
+    assert_as_alone(net, mixed(x, tasks)[1], x, tasks)
+
+
+def test_of_a_resnet_norms_finish_all_convolutions_and_every_first_relu(learned):
+    mixed = mixed_of(learned("resnet18", of_best()))
+    assert len(mixed._norm_after) == 20
+    blocks = {f"layer{stage}.{block}.bn1" for stage in range(1, 5) for block in range(2)}
+    assert mixed._rectified == {"bn1"} | blocks  # the others are followed by an addition
+
+
 # ---- a predictor that mixes, as on a GPU -----------------------------------------------------------------------------
 
 

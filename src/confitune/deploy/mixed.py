@@ -266,10 +266,10 @@ def _kernels() -> Any:
 def _finished(
     inner: Tensor, b: Tensor, y: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, rectify: bool = False
 ) -> Tensor:
-    """(y + B inner) * scale + shift, perhaps without its negative values; y is overwritten."""
+    """(y + B inner) * scale + shift, in place, perhaps without its negative values."""
     y.view(*y.shape[:2], -1).mT.baddbmm_(inner.flatten(2).mT, b.mT)
     if scale is not None and shift is not None:
-        y = torch.addcmul(shift[..., None, None], y, scale[..., None, None])
+        torch.addcmul(shift[..., None, None], y, scale[..., None, None], out=y)
     return y.relu_() if rectify else y
 
 
