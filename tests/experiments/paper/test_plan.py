@@ -12,9 +12,9 @@ def test_a_file_names_what_to_do_and_options_win(tmp_path):
     path = tmp_path / "some.yaml"
     path.write_text("what: [table1, curves]\ndatasets: [cifar100, flowers102]\nseeds: 3\nmodel: resnet34\n")
     scope, whats = read_scope(
-        [str(path), "theory"], tmp_path, given={"datasets": ["photos,digits"]}, changes=["lr=0.3"]
+        [str(path), "storage"], tmp_path, given={"datasets": ["photos,digits"]}, changes=["lr=0.3"]
     )
-    assert whats == ["table1", "curves", "theory"]
+    assert whats == ["table1", "curves", "storage"]
     assert (scope.datasets, scope.methods) == (("photos", "digits"), None)
     assert scope.given == {"seeds": 3, "model": "resnet34", "lr": 0.3}
 
