@@ -253,20 +253,6 @@ def test_tasks_removes(confitune, taught):
     assert "has no task 'reds'" in refused(confitune("tasks", path, "--remove", "reds"))
 
 
-def test_tasks_copies(confitune, taught):
-    path, other = taught(2), taught(2, "other")
-    assert confitune("tasks", path, "--remove", "reds").code == 0
-    said = confitune("tasks", path, "--copy", other, "reds")
-    assert said.code == 0
-    assert [row[0] for row in rows(said.out)] == ["stripes", "reds"]
-    state, expected = Bundle.open(path).task_state("reds"), Bundle.open(other).task_state("reds")
-    assert all(torch.equal(state[key], expected[key]) for key in expected)
-    before = contents(path)
-    message = refused(confitune("tasks", path, "--copy", taught(3, "further"), "greens"))
-    assert "'greens' cannot be copied: the backbones of" in message
-    assert contents(path) == before
-
-
 def test_tasks_checks(confitune, taught_once):
     checks = check_tasks(Bundle.open(taught_once[3]), "cpu")
     said = confitune("tasks", taught_once[3], "--check", "--device", "cpu")

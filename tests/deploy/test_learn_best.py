@@ -135,15 +135,6 @@ def test_tasks_are_removed_and_learned_again(bundle, teach, deciding, monkeypatc
     require_same_answers({"reds": before["reds"], "bars": before["stripes"]}, after)
 
 
-@pytest.mark.parametrize("task", ["stripes", "checks"])
-def test_a_task_is_copied_to_a_bundle_that_has_learned_others(bundle, pixels, task):
-    source, target = bundle(4, "source"), bundle(1, "target")
-    with changing(target) as change:
-        change.copy_task(source, task, "copied")
-    found, there = answers(target.path)["copied"], answers(source.path)[task]
-    assert torch.equal(found, there)
-
-
 def test_every_task_is_trained_where_a_head_is_never_enough(teach, tmp_path):
     path = tmp_path / "model"
     for task in ("reds", "greens"):
