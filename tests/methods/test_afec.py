@@ -218,20 +218,6 @@ def test_the_two_forms_differ(make_run):
     assert found["first"] != found["alternating"]
 
 
-@pytest.mark.parametrize("estimator", ["exact", "sampled", "empirical"])
-def test_the_fishers_of_ewc_can_be_chosen(second, make_fit, tasks, estimator):
-    """Against EWC's own on the free copy."""
-    net, context = second()
-    free = copy.deepcopy(net)
-    afec = begun(net, context, fisher=estimator)
-    context.train(free)
-    ewc = create_method("ewc", {"ewc": {"fisher": estimator}})
-    ewc.attach(free, 1)
-    ewc.end_task(make_fit(free, tasks[1], index=1))  # averaged with nothing: half of it
-    assert_all_equal(afec.weight, {name: 2 * tensor for name, tensor in ewc.fisher.items()})
-    assert max(tensor.max().item() for tensor in ewc.fisher.values()) > 1e-4
-
-
 def test_what_is_kept_between_tasks(make_run):
     """Nothing, but the copy that is never reset."""
     stored = {}

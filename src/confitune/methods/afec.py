@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from confitune.methods.importance import FisherEstimator, Mode, fisher
+from confitune.methods.importance import Mode, fisher
 from confitune.methods.method import Method, Options, TaskContext
 from confitune.methods.pull import Pull, Tensors, copy_into, shared_values
 from confitune.nn import ContinualNet
@@ -26,7 +26,6 @@ class AfecOptions(Options):
         description="first: a copy of the network learns the whole task beforehand (algorithm 1 of the paper); "
         "alternating: a copy that is never reset learns an epoch before each epoch (the released code)",
     )
-    fisher: FisherEstimator = Field("batch", description="see ewc.fisher")
     mode: Mode = Field("eval", description="see ewc.mode")
 
 
@@ -68,7 +67,7 @@ class AFEC(Method):
             self._saved = None
         context.train(self._free, only_epoch)
         if context.index:
-            fisher(context, self.options.fisher, self.options.mode, self.weight, self._free)
+            fisher(context, self.options.mode, self.weight, self._free)
             copy_into(self.anchor, shared_values(self._free))
 
     def pull(self) -> Pull | None:
