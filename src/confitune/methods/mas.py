@@ -42,7 +42,8 @@ class MAS(Method):
 
     def end_task(self, context: TaskContext) -> None:
         def length(logits: Tensor, labels: Tensor) -> Tensor:
-            return torch.linalg.vector_norm(logits.float(), dim=1).mean()
+            norms: Tensor = torch.linalg.vector_norm(logits.float(), dim=1)
+            return norms.mean()
 
         average(context, context.net, self.options.mode, length, Tensor.abs, self.new)
         torch._foreach_add_(list(self.omega.values()), of(self.new, self.omega))
