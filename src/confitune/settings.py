@@ -119,9 +119,7 @@ class TrainSettings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False)
     )
     warmup: Share = Field(0.0, description="fraction of a task's steps with linear warm-up (paper: 0)")
     label_smoothing: Share = Field(0.0, description="label smoothing (paper: 0)")
-    augmentation: Literal["none", "flip", "crop"] = Field(
-        "none", description="flip: random horizontal flips; crop: flips and random resized crops (paper: none)"
-    )
+    augmentation: Literal["none", "flip"] = Field("none", description="flip: random horizontal flips (paper: none)")
     device: Name = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="bf16: bfloat16 autocast; auto: bf16 on GPUs, fp32 on CPUs"

@@ -168,7 +168,7 @@ def test_predict_guesses_among_some(confitune, photos, taught_once):
         (["--name", "x", "--set", "confit.means=phase"], "learns with confit (means='window' statistics='running')"),
         (["--name", "x", "--set", "best.rank=2"], "options of best have no effect in a bundle that learns with confit"),
         (["--name", "x", "--set", "confit.rank=2"], "options of confit: rank: Extra inputs are not permitted"),
-        (["--name", "x", "--augmentation", "cutout"], "--augmentation cutout: Input should be 'none', 'flip'"),
+        (["--name", "x", "--augmentation", "cutout"], "--augmentation cutout: Input should be 'none' or 'flip'"),
         (["--name", "x", "--method", "best"], "has method 'confit', which cannot be changed to 'best'"),
         (["--name", "x", "--lr", "0"], "--lr 0.0: Input should be greater than 0"),
         (["--name", "x", "--lr", "1e20"], "the loss of task 'x' became"),

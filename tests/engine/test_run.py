@@ -23,7 +23,7 @@ CASES = {
     "confit window pass": {"method": "confit", "means": "window", "statistics": "pass"},
     "confit momentum": {"method": "confit", "momentum": 0.9, "lr": 0.01},
     "confit adam": {"method": "confit", "optimizer": "adam", "lr": 0.003},
-    "confit random everything": {"method": "confit", "dropout": 0.3, "augmentation": "crop"},
+    "confit random everything": {"method": "confit", "dropout": 0.3, "augmentation": "flip"},
     "finetune": {"method": "finetune"},
     "finetune momentum step": {"method": "finetune", "momentum": 0.9, "lr": 0.01, "lr_schedule": "step"},
     "finetune adam cosine": {"method": "finetune", "optimizer": "adam", "lr": 0.003, "lr_schedule": "cosine"},

@@ -3,7 +3,6 @@
 So nothing here may depend on a tensor's value, wait for the device, or copy to it.
 """
 
-import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import affine_grid, cross_entropy, grid_sample
+from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 
@@ -23,8 +22,6 @@ from confitune.settings import TrainSettings
 from confitune.tasks import Task
 
 Groups = tuple[tuple[int, int], ...]
-
-_SMALLEST = 1 / 3  # of an image's area, that a random crop has
 
 
 @dataclass(frozen=True)
@@ -135,24 +132,15 @@ def _group_of_class(groups: Groups, device: torch.device) -> Tensor:
 
 def draw_noise(kind: str, steps: int, batch: int, generator: torch.Generator) -> Tensor | None:
     """What an epoch's augmentation needs of chance, drawn at once: [steps, 5, batch] uniform numbers, or None."""
+    # A flip takes the first of five. The count stays, because the flips that a seed means hang on it.
     return None if kind == "none" else torch.rand(steps, 5, batch, generator=generator)
 
 
 def augment(x: Tensor, kind: str, noise: Tensor | None) -> Tensor:
-    """Flip each image with probability 1/2 ('flip'), and cut a part of it out and enlarge that ('crop').
+    """Mirror each image [N, 3, H, W] with probability 1/2 ('flip'), or leave them as they are ('none').
 
-    A part has at least a third of the image's area and sides between 3:4 and 4:3, anywhere in the image. `noise` is one
-    step's part of `draw_noise`, on the device of the images [N, 3, H, W]; None leaves them as they are.
+    `noise` is one step's part of `draw_noise`, on the device of the images.
     """
-    if noise is None:
+    if kind == "none" or noise is None:
         return x
-    if kind == "flip":
-        return torch.where((noise[0] < 0.5)[:, None, None, None], x.flip(-1), x)
-    area = _SMALLEST + (1 - _SMALLEST) * noise[1]
-    stretch = torch.exp((2 * noise[2] - 1) * math.log(4 / 3))
-    width, height = (area * stretch).sqrt().clamp(max=1), (area / stretch).sqrt().clamp(max=1)
-    none = torch.zeros_like(width)
-    across = torch.stack([width * torch.where(noise[0] < 0.5, -1.0, 1.0), none, (2 * noise[3] - 1) * (1 - width)], 1)
-    down = torch.stack([none, height, (2 * noise[4] - 1) * (1 - height)], 1)
-    grid = affine_grid(torch.stack([across, down], 1), list(x.shape), align_corners=False)
-    return grid_sample(x, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+    return torch.where((noise[0] < 0.5)[:, None, None, None], x.flip(-1), x)
