@@ -150,13 +150,6 @@ def test_learn_says_how_many_earlier_tasks_were_tested(confitune, photos, quick,
     assert "chosen at random" not in said.out
 
 
-def test_predict_guesses_among_some(confitune, photos, taught_once):
-    said = confitune("predict", taught_once[3], photos("reds"), "--among", "greens", "--json", "--device", "cpu")
-    found = {json.loads(line)["task"] for line in said.out.splitlines()}
-    assert found <= {"greens", None}
-    assert "no task 'birds'" in refused(confitune("predict", taught_once[3], photos("reds"), "--among", "birds"))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

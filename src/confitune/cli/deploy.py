@@ -185,7 +185,6 @@ def predict_command(
     bundle: BundleFolder,
     images: Annotated[list[str], typer.Argument(help="image files, folders, or patterns such as 'new/*.jpg'")],
     task: Annotated[str | None, Option(help="which task's classes; default: those of all tasks together")] = None,
-    among: Annotated[Texts, Option(metavar="TASK", help="of these tasks only; may be given many times")] = None,
     top: Annotated[int, Option(min=1, help="so many classes for each image")] = 5,
     device: Device = "auto",
     as_json: Annotated[bool, Option("--json", help="one JSON object for each image, a line each")] = False,
@@ -210,7 +209,7 @@ def predict_command(
     table = csv.writer(sys.stdout, lineterminator="\n")
     if as_csv:
         table.writerow(["image", "task", "class", "probability"])
-    for file, answer in predict_files(predictor, files, task, top, among):
+    for file, answer in predict_files(predictor, files, task, top):
         if isinstance(answer, ConfituneError):
             failed += 1
             say(str(answer), "red", errors)
