@@ -44,7 +44,6 @@ CASES = {
     "adam": {"method": "confit", "optimizer": "adam", "lr": 0.003},
     "cosine": {"method": "finetune", "lr_schedule": "cosine"},
     "clipped": {"method": "finetune", "clip_norm": 1.0},
-    "validated": {"method": "finetune", "validation": 0.2, "lr_patience": 1, "last_batch": True},
     "augmentation": {"method": "confit", "augmentation": "flip"},
     "dropout": {"method": "confit", "dropout": 0.3},
     "everything random": {"method": "finetune", "dropout": 0.3, "augmentation": "flip", "momentum": 0.9},

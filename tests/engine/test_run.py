@@ -27,7 +27,6 @@ CASES = {
     "finetune": {"method": "finetune"},
     "finetune momentum step": {"method": "finetune", "momentum": 0.9, "lr": 0.01, "lr_schedule": "step"},
     "finetune adam cosine": {"method": "finetune", "optimizer": "adam", "lr": 0.003, "lr_schedule": "cosine"},
-    "finetune validation": {"method": "finetune", "validation": 0.2, "lr_patience": 1, "last_batch": True, "lr": 0.3},
     "single-task": {"method": "single-task"},
     "single-task momentum": {"method": "single-task", "momentum": 0.9, "lr": 0.01},
     "bn-only": {"method": "bn-only"},

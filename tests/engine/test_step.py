@@ -100,11 +100,11 @@ def test_the_joint_loss_is_the_cross_entropy_of_every_image_within_its_own_task(
 
 def test_the_loss_is_what_settings_say():
     logits, labels = random_batch()
-    smoothed = classification_loss(logits, labels, settings=TrainSettings(label_smoothing=0.1))
+    smoothed = classification_loss(logits, labels, smoothing=0.1)
     assert torch.equal(smoothed, cross_entropy(logits, labels, label_smoothing=0.1))
-    assert torch.equal(classification_loss(logits, labels, settings=TrainSettings()), cross_entropy(logits, labels))
+    assert torch.equal(classification_loss(logits, labels, smoothing=0.0), cross_entropy(logits, labels))
     with pytest.raises(ConfituneError, match="label_smoothing would spread labels over all tasks' classes"):
-        classification_loss(logits, labels, GROUPS, TrainSettings(label_smoothing=0.1))
+        classification_loss(logits, labels, GROUPS, 0.1)
 
 
 def test_gradients_of_the_joint_loss_stay_in_the_images_own_task():

@@ -21,11 +21,11 @@ def test_a_file_names_what_to_do_and_options_win(tmp_path):
 
 def test_a_file_can_train_some_rows_otherwise(tmp_path):
     path = tmp_path / "some.yaml"
-    rows = "rows: {mas-afec: {validation: 0.1, options: {mas: {strength: 60}, afec: {form: alternating}}}}"
+    rows = "rows: {mas-afec: {warmup: 0.1, options: {mas: {strength: 60}, afec: {form: alternating}}}}"
     path.write_text(f"what: table1\nmethods: [mas, mas-afec]\n{rows}\n")
     scope, _ = read_scope([str(path)], tmp_path)
     mas, afec = parts_of("table1", scope)
-    assert (mas.recipe.validation, afec.recipe.validation) == (0.0, 0.1)
+    assert (mas.recipe.warmup, afec.recipe.warmup) == (0.0, 0.1)
     assert mas.recipe.method("mas").options.strength == 30
     with_mas, with_afec = afec.recipe.method("mas-afec").hooks
     assert (with_mas.options.strength, with_mas.options.mode) == (60, "train")
