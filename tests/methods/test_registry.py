@@ -200,7 +200,7 @@ def test_options_reach_the_parts(name):
         ("rwalk", {"damping": 0.1}, ["options of rwalk", "damping", "there are: strength, positive, gradient"]),
         ("mas", {"output": "norm", "mode": "all"}, ["output", "there are: strength, mode", "mode"]),
         ("cpr", {"strength": 1}, ["options of cpr", "strength", "there are: beta"]),
-        ("afec", {"form": "last"}, ["options of afec", "'first' or 'alternating'"]),
+        ("afec", {"form": "first"}, ["options of afec", "form", "there are: strength, mode"]),
         ("confit", {"means": "all"}, ["options of confit", "'window' or 'phase'"]),
         ("ccll", {"start": "zero"}, ["options of ccll", "start"]),
         ("best", {"image": 3}, ["options of best", "image", "there are: rank, owns"]),

@@ -262,16 +262,8 @@ class TaskFit(Learning):
 
     # ---- what else there is ----------------------------------------------------------------------------------------
 
-    def train(self, other: ContinualNet, only_epoch: int | None = None) -> None:
-        twin = TaskFit(self.executor.of(other), self.task, self.method, self.index, hooks=())
-        if only_epoch is None:
-            twin.fit()
-            return
-        with twin._undisturbed():
-            stage = twin._stages[only_epoch]
-            twin._freeze_but(stage.trains)
-            twin._train_epoch(stage, only_epoch)
-            twin.report()
+    def train(self, other: ContinualNet) -> None:
+        TaskFit(self.executor.of(other), self.task, self.method, self.index, hooks=()).fit()
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on after the last whole epoch; the network's own state is not in it."""

@@ -21,7 +21,7 @@ def test_a_file_names_what_to_do_and_options_win(tmp_path):
 
 def test_a_file_can_train_some_rows_otherwise(tmp_path):
     path = tmp_path / "some.yaml"
-    rows = "rows: {mas-afec: {warmup: 0.1, options: {mas: {strength: 60}, afec: {form: alternating}}}}"
+    rows = "rows: {mas-afec: {warmup: 0.1, options: {mas: {strength: 60}, afec: {strength: 20}}}}"
     path.write_text(f"what: table1\nmethods: [mas, mas-afec]\n{rows}\n")
     scope, _ = read_scope([str(path)], tmp_path)
     mas, afec = parts_of("table1", scope)
@@ -29,7 +29,7 @@ def test_a_file_can_train_some_rows_otherwise(tmp_path):
     assert mas.recipe.method("mas").options.strength == 30
     with_mas, with_afec = afec.recipe.method("mas-afec").hooks
     assert (with_mas.options.strength, with_mas.options.mode) == (60, "train")
-    assert (with_afec.options.strength, with_afec.options.form, with_afec.options.mode) == (10, "alternating", "train")
+    assert (with_afec.options.strength, with_afec.options.mode) == (20, "train")
 
 
 def test_runs_are_found_whatever_device_did_them(tmp_path):
