@@ -94,23 +94,24 @@ def test_the_joint_loss_is_the_cross_entropy_of_every_image_within_its_own_task(
     for first, stop in GROUPS:
         mine = (labels >= first) & (labels < stop)
         total += cross_entropy(logits[mine, first:stop], labels[mine] - first, reduction="sum").item()
-    assert classification_loss(logits, labels, GROUPS).item() == pytest.approx(total / 50, rel=1e-6)
-    assert classification_loss(logits, labels).item() == pytest.approx(cross_entropy(logits, labels).item(), rel=1e-6)
+    assert classification_loss(logits, labels, TrainSettings(), GROUPS).item() == pytest.approx(total / 50, rel=1e-6)
+    alone = classification_loss(logits, labels, TrainSettings())
+    assert alone.item() == pytest.approx(cross_entropy(logits, labels).item(), rel=1e-6)
 
 
 def test_the_loss_is_what_settings_say():
     logits, labels = random_batch()
-    smoothed = classification_loss(logits, labels, smoothing=0.1)
+    smoothed = classification_loss(logits, labels, TrainSettings(label_smoothing=0.1))
     assert torch.equal(smoothed, cross_entropy(logits, labels, label_smoothing=0.1))
-    assert torch.equal(classification_loss(logits, labels, smoothing=0.0), cross_entropy(logits, labels))
+    assert torch.equal(classification_loss(logits, labels, TrainSettings()), cross_entropy(logits, labels))
     with pytest.raises(ConfituneError, match="label_smoothing would spread labels over all tasks' classes"):
-        classification_loss(logits, labels, GROUPS, 0.1)
+        classification_loss(logits, labels, TrainSettings(label_smoothing=0.1), GROUPS)
 
 
 def test_gradients_of_the_joint_loss_stay_in_the_images_own_task():
     logits, labels = random_batch()
     logits.requires_grad_()
-    classification_loss(logits, labels, GROUPS).backward()
+    classification_loss(logits, labels, TrainSettings(), GROUPS).backward()
     expected = torch.zeros(50, 8)
     for row, label in enumerate(labels.tolist()):
         first, stop = next(group for group in GROUPS if group[0] <= label < group[1])
@@ -128,7 +129,7 @@ def test_right_answers_are_counted_within_the_images_own_task():
 
 def test_the_loss_of_half_precision_logits_is_computed_in_float32():
     logits, labels = random_batch()
-    loss = classification_loss(logits.bfloat16(), labels)
+    loss = classification_loss(logits.bfloat16(), labels, TrainSettings())
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(cross_entropy(logits.bfloat16().float(), labels).item(), rel=1e-6)
 

@@ -79,7 +79,7 @@ class Learning(TaskContext):
             for pixels, labels in islice(self._batches("gradients", 0), batches):
                 with autocast(self.settings, self.device):
                     logits = self.net(self.task.inputs(pixels))
-                loss = classification_loss(logits, labels, self.task.groups, self.settings.label_smoothing)
+                loss = classification_loss(logits, labels, self.settings, self.task.groups)
                 torch._foreach_add_(sums, torch.autograd.grad(loss, list(parameters)))
         for parameter in parameters:
             parameter.requires_grad_(False)

@@ -41,7 +41,7 @@ class TrainStep:
         with autocast(settings, self.executor.device), counted_at_once(net):
             features = self.executor.features(x)
             logits = net.head(features)
-        loss = classification_loss(logits, labels, self.task.groups, settings.label_smoothing)
+        loss = classification_loss(logits, labels, settings, self.task.groups)
         step = Step(x, features, logits, labels, net)
         objective = sum((term for hook in hooks if (term := hook.loss(step)) is not None), loss)
         right = count_right(logits.detach(), labels, self.task.groups).sum()
@@ -98,8 +98,9 @@ def counted_at_once(net: ContinualNet) -> Iterator[None]:
         torch._foreach_add_([counter for _, counter in counted], 1)
 
 
-def classification_loss(logits: Tensor, labels: Tensor, groups: Groups = (), smoothing: float = 0.0) -> Tensor:
+def classification_loss(logits: Tensor, labels: Tensor, settings: TrainSettings, groups: Groups = ()) -> Tensor:
     """Mean cross-entropy in float32; with groups (joint training), over the classes of the image's own task only."""
+    smoothing = settings.label_smoothing
     if groups and smoothing:
         raise ConfituneError("label_smoothing would spread labels over all tasks' classes at once: set it to 0 here")
     return cross_entropy(within_own_task(logits.float(), labels, groups), labels, label_smoothing=smoothing)
