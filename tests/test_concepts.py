@@ -13,7 +13,7 @@ SOURCE = ROOT / "src/confitune"
 EQUATIONS = 15  # numbered ones of the paper
 UPDATE = "python tests/test_concepts.py --update writes the right lines"
 
-PLACE = re.compile(r"`(src/confitune/[\w/]+\.py):(\d+)` `([\w.]+)`")
+PLACE = re.compile(r"`((?:src/confitune|examples)/[\w/]+\.py):(\d+)` `([\w.]+)`")
 _CITED = re.compile(r"\bEqs?\. (\d+(?:(?:, | and )\d+)*)")
 
 
@@ -82,6 +82,7 @@ def test_every_equation_of_the_paper_is_in_the_table_and_so_is_every_one_that_th
     listed = set().union(*(equations(row[0]) for row in ROWS))
     assert listed == set(range(1, EQUATIONS + 1))
     files = [*SOURCE.glob("nn/**/*.py"), SOURCE / "methods/confit.py", *SOURCE.glob("analysis/**/*.py")]
+    files.append(ROOT / "examples/propositions.py")
     cited = {file: equations(file.read_text(encoding="utf-8")) for file in files}
     assert any(cited.values())
     for file, numbers in cited.items():

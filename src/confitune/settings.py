@@ -86,7 +86,6 @@ class TrainSettings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False)
     batch_size: int = Field(
         32, ge=2, description="images per step; an incomplete last batch is dropped; default of a run: the dataset's"
     )
-    last_batch: bool = Field(False, description="keep the incomplete last batch of an epoch (CPR code)")
     seed: int = Field(
         0, ge=0, description="random seed of head initialisation and batch order; with several runs, that of the first"
     )
@@ -109,19 +108,9 @@ class TrainSettings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False)
     lr_milestones: tuple[float, ...] = Field(
         (1 / 3, 2 / 3, 5 / 6), description="for 'step': fractions of a task's epochs after which lr is divided by 10"
     )
-    validation: Share = Field(
-        0.0,
-        description="fraction of a task's training images held out; the epoch with the lowest loss on them is kept "
-        "(paper: not stated; CPR code: 0.1)",
-    )
-    lr_patience: int | None = Field(
-        None, ge=1, description="divide lr by 3 after this many epochs without a lower validation loss (CPR code: 5)"
-    )
     warmup: Share = Field(0.0, description="fraction of a task's steps with linear warm-up (paper: 0)")
     label_smoothing: Share = Field(0.0, description="label smoothing (paper: 0)")
-    augmentation: Literal["none", "flip", "crop"] = Field(
-        "none", description="flip: random horizontal flips; crop: flips and random resized crops (paper: none)"
-    )
+    augmentation: Literal["none", "flip"] = Field("none", description="flip: random horizontal flips (paper: none)")
     device: Name = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="bf16: bfloat16 autocast; auto: bf16 on GPUs, fp32 on CPUs"

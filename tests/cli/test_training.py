@@ -539,7 +539,7 @@ def test_tune_searches_retrains_and_says_where_everything_is(confitune, tiny, tm
         ("confit", "confit has no options to search"),
         ("ewcc", "no method 'ewcc': did you mean 'ewc'?"),
         ("ewc --option mas.strength", "ewc has no option 'mas.strength'; there are ewc.strength"),
-        ("ewc --option ewc.fisher", "the paper has no grid for ewc.fisher"),
+        ("ewc --option ewc.mode", "the paper has no grid for ewc.mode"),
         ("ewc --grid 1", "a search needs two or more values"),
         ("ewc --grid 1 --grid x", "options of ewc: strength"),
         ("ewc --set strength=3", "there is no setting 'strength'; did you mean 'ewc.strength'?"),

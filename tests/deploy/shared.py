@@ -94,9 +94,9 @@ def answers(path: Path) -> dict[str, Tensor]:
     return {task: torch.stack(predictor.logits(pixels, [task] * 3)) for task in predictor.tasks}
 
 
-def guess(predictor: Predictor, pixels: Tensor, among: Any = None) -> list[tuple[str | None, float | None]]:
+def guess(predictor: Predictor, pixels: Tensor) -> list[tuple[str | None, float | None]]:
     """For each image the task that it is given to, or None, and how surely."""
-    found = predictor.predict(pixels, [None] * len(pixels), 1, among)
+    found = predictor.predict(pixels, [None] * len(pixels), 1)
     return [(answer.task, answer.task_confidence) for answer in found]
 
 

@@ -135,15 +135,6 @@ def test_tasks_are_removed_and_learned_again(bundle, teach, deciding, monkeypatc
     require_same_answers({"reds": before["reds"], "bars": before["stripes"]}, after)
 
 
-@pytest.mark.parametrize("task", ["stripes", "checks"])
-def test_a_task_is_copied_to_a_bundle_that_has_learned_others(bundle, pixels, task):
-    source, target = bundle(4, "source"), bundle(1, "target")
-    with changing(target) as change:
-        change.copy_task(source, task, "copied")
-    found, there = answers(target.path)["copied"], answers(source.path)[task]
-    assert torch.equal(found, there)
-
-
 def test_every_task_is_trained_where_a_head_is_never_enough(teach, tmp_path):
     path = tmp_path / "model"
     for task in ("reds", "greens"):
@@ -210,9 +201,9 @@ def test_tasks_are_answered_alone_and_together(predictor, pixels):
 def test_the_guess_tells_heads_on_the_same_features_apart(predictor, pixels):
     settled = [task for task, settles in SETTLED.items() if settles]
     for task in settled:
-        found = [name for name, _ in guess(predictor, pixels[task], among=settled)]
+        found = [name for name, _ in guess(predictor, pixels[task])]
         assert found.count(task) >= 6, (task, found)
-    given = predictor.predict(pixels["reds"], [None] * 8, among=settled)
+    given = predictor.predict(pixels["reds"], [None] * 8)
     assert sum(answer.classes[0][0] == f"reds {n % 2}" for n, answer in enumerate(given)) >= 6
 
 

@@ -76,9 +76,9 @@ def test_settings_reach_the_training(teach, monkeypatch, tmp_path):
 
     monkeypatch.setattr(learning, "TaskFit", seen)
     with pytest.raises(Stopped) as stopped:
-        teach("reds", tmp_path / "model", method="ccll", epochs=3, augmentation="crop", weight_decay=0.1)
+        teach("reds", tmp_path / "model", method="ccll", epochs=3, augmentation="flip", weight_decay=0.1)
     settings = stopped.value.args[0]
-    assert (settings.epochs, settings.augmentation, settings.weight_decay) == (3, "crop", 0.1)
+    assert (settings.epochs, settings.augmentation, settings.weight_decay) == (3, "flip", 0.1)
     assert settings.lr_schedule == "step"  # the method's own, where nothing is said
 
 

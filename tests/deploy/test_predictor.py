@@ -265,15 +265,6 @@ def test_tasks_that_own_only_a_head_need_no_second_pass(teach, tmp_path, pixels,
     assert len(predictor._tasks._runners._made) == 1
 
 
-def test_a_guess_among_some_tasks_is_of_these(taught_once, pixels):
-    predictor = Predictor(Bundle.open(taught_once[6]), device="cpu", unknown=False)
-    for answer in predictor.predict(pixels["greens"], [None] * 8, among=["reds", "blues"]):
-        assert answer.task in ("reds", "blues")
-        assert sum(share for _, _, share in answer.others) + answer.task_confidence == pytest.approx(1, abs=1e-5)
-    with pytest.raises(BundleError, match="no task 'birds'"):
-        predictor.predict(pixels["greens"], [None] * 8, among=["birds"])
-
-
 def test_guessed_and_given_tasks_in_one_batch(predictor, pixels):
     batch = torch.cat([pixels["reds"][:1], pixels["greens"][:1], pixels["stripes"][:1]])
     answers = predictor.predict(batch, ["blues", None, "stripes"])

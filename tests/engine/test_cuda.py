@@ -44,10 +44,9 @@ CASES = {
     "adam": {"method": "confit", "optimizer": "adam", "lr": 0.003},
     "cosine": {"method": "finetune", "lr_schedule": "cosine"},
     "clipped": {"method": "finetune", "clip_norm": 1.0},
-    "validated": {"method": "finetune", "validation": 0.2, "lr_patience": 1, "last_batch": True},
-    "augmentation": {"method": "confit", "augmentation": "crop"},
+    "augmentation": {"method": "confit", "augmentation": "flip"},
     "dropout": {"method": "confit", "dropout": 0.3},
-    "everything random": {"method": "finetune", "dropout": 0.3, "augmentation": "crop", "momentum": 0.9},
+    "everything random": {"method": "finetune", "dropout": 0.3, "augmentation": "flip", "momentum": 0.9},
 }
 SOME = ["confit window running", "confit phase pass", "finetune", "adam", "everything random"]
 
@@ -256,7 +255,7 @@ def test_tasks_of_one_shape_share_their_captures(ran):
 
 
 def test_two_runs_of_one_seed_give_the_same_bits_and_another_seed_others(ran):
-    options = {"precision": "auto", "step": "auto", "dropout": 0.3, "augmentation": "crop"}
+    options = {"precision": "auto", "step": "auto", "dropout": 0.3, "augmentation": "flip"}
     first, again, other = (ran(seed=seed, **options) for seed in (0, 0, 1))
     assert first[1].execution == "bf16, graph, deterministic"
     assert_same_bits(first, again)

@@ -118,10 +118,10 @@ def test_what_tasks_share(reports):
 
 def test_options_come_with_defaults_descriptions_and_the_papers_values():
     options = {option.name: option for option in method_options("mas-cpr")}
-    assert list(options) == ["mas.strength", "mas.output", "mas.gradients", "mas.mode", "cpr.beta"]
+    assert list(options) == ["mas.strength", "mas.mode", "cpr.beta"]
     assert (options["mas.strength"].default, options["mas.strength"].description) == (30.0, "penalty strength lambda")
     assert options["cpr.beta"].paper == {"cifar100": 0.2, "cub200": 0.02, "caltech101": 0.01, "flowers102": 0.1}
-    assert options["mas.output"].paper == {}
+    assert options["mas.mode"].paper == {}
     for row in searched():
         (option,) = (o for o in method_options(row.method) if o.name == f"{row.part}.{row.option}")
         assert option.paper == row.chosen

@@ -4,10 +4,8 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 
-from confitune.engine import network_sha256
 from confitune.methods import Method, create_method
 from confitune.methods.afec import AFEC
 
@@ -74,23 +72,19 @@ def assert_all_close(found, expected):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("form", ["first", "alternating"])
 @pytest.mark.parametrize("base", ["mas", "finetune"])
-def test_without_lambda_e_it_is_the_method_without_it_to_the_bit(make_run, base, form):
+def test_without_lambda_e_it_is_the_method_without_it_to_the_bit(make_run, base):
     alone = make_run(base, epochs=2).run().final_sha256
-    options = {"strength": 0, "form": form}
-    assert make_run(f"{base}+afec", {"afec": options}, epochs=2).run().final_sha256 == alone
-    assert make_run(f"{base}+afec", {"afec": {"form": form}}, epochs=2).run().final_sha256 != alone
+    assert make_run(f"{base}+afec", {"afec": {"strength": 0}}, epochs=2).run().final_sha256 == alone
+    assert make_run(f"{base}+afec", epochs=2).run().final_sha256 != alone
 
 
-@pytest.mark.parametrize("form", ["first", "alternating"])
 @pytest.mark.parametrize("base", ["mas", "confit"])
-def test_the_copies_leave_the_network_its_heads_statistics_and_random_numbers_alone(make_run, base, form):
+def test_the_copies_leave_the_network_its_heads_statistics_and_random_numbers_alone(make_run, base):
     """With dropout, and a pull that rounding swallows: what the copies do must not show."""
     settings = {"epochs": 5 if base == "confit" else 2, "dropout": 0.3}
     alone = make_run(base, **settings).run()
-    options = {"afec": {"strength": TINY, "form": form}}
-    found = make_run(f"{base}+afec", options, **settings).run()
+    found = make_run(f"{base}+afec", {"afec": {"strength": TINY}}, **settings).run()
     assert found.final_sha256 == alone.final_sha256
     assert found.accuracy_matrix == alone.accuracy_matrix
 
@@ -112,9 +106,8 @@ def test_the_free_copy_is_an_independent_fine_tuning_of_the_network_as_it_was(af
         assert max(weight.abs().max().item() for weight in held[0][1].values()) > 1e-4
 
 
-@pytest.mark.parametrize("form", ["first", "alternating"])
-def test_the_first_task_is_that_of_the_method_without_it(afec_run, make_run, tasks, form):
-    run, _ = afec_run(tasks=tasks[:1], form=form)
+def test_the_first_task_is_that_of_the_method_without_it(afec_run, make_run, tasks):
+    run, _ = afec_run(tasks=tasks[:1])
     assert run.run().final_sha256 == make_run("mas", tasks=tasks[:1], epochs=2).run().final_sha256
 
 
@@ -183,90 +176,17 @@ def test_it_draws_a_network_that_is_held_back_towards_what_the_task_would_have_i
     assert 1e-6 < distances["mas", 100.0] < 0.8 * distances["mas", TINY]
 
 
-def test_alternating_trains_one_epoch_per_epoch_and_never_starts_anew(afec_run, make_net, make_fit, make_method, tasks):
-    """The copy goes its own way through all tasks: plain fine-tuning of the sequence, epoch by epoch."""
-    run, watch = afec_run(form="alternating", strength=5)
+def test_nothing_is_kept_between_tasks(make_run):
+    run = make_run("mas-afec", epochs=1)
     run.run()
-    free, expected = make_net("finetune"), {}
-
-    class Epochs(Method):
-        def begin_epoch(self, context, epoch):
-            if epoch:
-                expected[context.index, epoch - 1] = copy.deepcopy(context.net)
-
-        def end_task(self, context):
-            expected[context.index, 1] = copy.deepcopy(context.net)
-
-    method = make_method("finetune", hooks=[Epochs()])
-    for task in tasks:
-        make_fit(free, task, method, epochs=2).fit()
-    assert [(index, epoch) for index, epoch, _ in watch.epochs] == [(i, e) for i in range(3) for e in range(2)]
-    for index, epoch, (anchor, weight) in watch.epochs:
-        if index:
-            assert_all_equal(anchor, weights_of(expected[index, epoch]))
-            assert_all_close(weight, batch_fisher(expected[index, epoch], watch.contexts[index]))
-        else:
-            assert not any(tensor.any() for tensor in (*anchor.values(), *weight.values()))
-    assert network_sha256(run.net) != network_sha256(free)
+    assert run.method.added[0].storage() == 0
 
 
-def test_the_two_forms_differ(make_run):
-    found = {
-        form: make_run("mas-afec", {"afec": {"form": form}}, epochs=2).run().final_sha256
-        for form in ("first", "alternating")
-    }
-    assert found["first"] != found["alternating"]
-
-
-@pytest.mark.parametrize("estimator", ["exact", "sampled", "empirical"])
-def test_the_fishers_of_ewc_can_be_chosen(second, make_fit, tasks, estimator):
-    """Against EWC's own on the free copy."""
-    net, context = second()
-    free = copy.deepcopy(net)
-    afec = begun(net, context, fisher=estimator)
-    context.train(free)
-    ewc = create_method("ewc", {"ewc": {"fisher": estimator}})
-    ewc.attach(free, 1)
-    ewc.end_task(make_fit(free, tasks[1], index=1))  # averaged with nothing: half of it
-    assert_all_equal(afec.weight, {name: 2 * tensor for name, tensor in ewc.fisher.items()})
-    assert max(tensor.max().item() for tensor in ewc.fisher.values()) > 1e-4
-
-
-def test_what_is_kept_between_tasks(make_run):
-    """Nothing, but the copy that is never reset."""
-    stored = {}
-    for form in ("first", "alternating"):
-        run = make_run("mas-afec", {"afec": {"form": form}}, epochs=1)
-        run.run()
-        stored[form] = run.method.added[0].storage()
-        backbone = sum(tensor.numel() for tensor in run.net.backbone.state_dict().values())
-    assert stored == {"first": 0, "alternating": backbone}
-
-
-@pytest.mark.parametrize("form", ["first", "alternating"])
-def test_measuring_in_training_mode_with_dropout_gives_the_same_every_time(make_run, form):
+def test_measuring_in_training_mode_with_dropout_gives_the_same_every_time(make_run):
     found = []
     for seed in (0, 1):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # of whatever ran before
-            options = {"afec": {"form": form, "mode": "train"}}
+            options = {"afec": {"mode": "train"}}
             found.append(make_run("mas-afec", options, epochs=2, dropout=0.5).run().final_sha256)
     assert found[0] == found[1]
-
-
-def test_a_state_with_a_copy_goes_in_and_out_before_there_is_a_network(make_run, assert_same):
-    run = make_run("afec", {"afec": {"form": "alternating"}}, epochs=1)
-    run.run()
-    first = run.method
-    second = AFEC(form="alternating")
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert_same(second.state_dict(), first.state_dict())
-
-
-def test_alternating_a_pass_takes_whole_batches_as_training_does(make_run, make_task):
-    """17 images in batches of 8 leave one, on a network whose batch norm sees planes of one pixel."""
-    tasks = (make_task("one", (9, 8)), make_task("two", (9, 8)))
-    layers = nn.Conv2d(3, 4, 3, 2), nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(4), nn.Flatten()
-    method = create_method("confit+afec", {"afec": {"form": "alternating"}, "confit": {"statistics": "pass"}})
-    run = make_run(method, net=method.network(nn.Sequential(*layers)), tasks=tasks, epochs=5)
-    assert len(run.run().tasks) == 2

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from confitune.errors import ConfituneError
 from confitune.methods.ewc import EWC
 
 CLOSE = {"rtol": 2e-5, "atol": 1e-9}  # the loss is taken in float32
@@ -56,88 +55,6 @@ def batch_fisher(model, x, labels, softmax):
 def test_the_batch_fisher_is_the_squared_mean_gradient_of_twenty_times_twenty(case, numpy_softmax, images):
     model, context, x, labels = case(images)
     assert_importance(measured(model.net, context), batch_fisher(model, x, labels, numpy_softmax))
-
-
-def test_the_exact_fisher_is_the_expectation_over_the_prediction(case, numpy_softmax):
-    model, context, x, _ = case()
-    p = numpy_softmax(model.logits(x))
-    expected = {"0.weight": 0.0, "0.bias": 0.0}
-    for c in range(3):
-        for name, g in model.shared_gradients(x, p - one_hot([c] * len(x), 3)).items():
-            expected[name] += np.einsum("n,n...->...", p[:, c], g**2) / len(x)
-    assert_importance(measured(model.net, context, fisher="exact"), expected)
-
-
-def test_the_exact_fisher_is_that_of_the_covariance_of_the_output(case, numpy_softmax):
-    """The same from another side: J^T (diag(p) - p p^T) J with the logits' Jacobian J."""
-    model, context, x, _ = case(20, 4)
-    p, v = numpy_softmax(model.logits(x)), model.arrays()[2]
-    covariance = np.einsum("nk,kl->nkl", p, np.eye(4)) - np.einsum("nk,nl->nkl", p, p)
-    by_bias = np.einsum("kf,nkl,lf->nf", v, covariance, v)
-    expected = {
-        "0.weight": np.einsum("nf,nc->fc", by_bias, x**2)[..., None, None] / len(x),
-        "0.bias": by_bias.mean(0),
-    }
-    assert_importance(measured(model.net, context, fisher="exact"), expected)
-
-
-def test_the_empirical_fisher_squares_each_images_gradient(case, numpy_softmax):
-    model, context, x, labels = case()
-    gradients = model.shared_gradients(x, numpy_softmax(model.logits(x)) - one_hot(labels, 3))
-    expected = {name: (g**2).mean(0) for name, g in gradients.items()}
-    assert_importance(measured(model.net, context, fisher="empirical"), expected)
-
-
-def test_the_sampled_fisher_is_that_of_the_labels_it_draws(case, numpy_softmax):
-    model, context, x, _ = case()
-    chance = torch.Generator().manual_seed(context.seed)
-    p = numpy_softmax(model.logits(x))
-    drawn = [
-        torch.multinomial(torch.from_numpy(p[i : i + 20]).float(), 1, generator=chance)[:, 0].numpy()
-        for i in range(0, len(x), 20)
-    ]
-    gradients = model.shared_gradients(x, p - one_hot(np.concatenate(drawn), 3))
-    expected = {name: (g**2).mean(0) for name, g in gradients.items()}
-    assert_importance(measured(model.net, context, fisher="sampled"), expected)
-    # ... again, to the bit:
-    first, second = (measured(model.net, context, fisher="sampled") for _ in range(2))
-    assert all(torch.equal(first.fisher[name], second.fisher[name]) for name in first.fisher)
-
-
-def test_the_sampled_fisher_tends_to_the_exact_one(case, numpy_softmax):
-    model, context, x, _ = case(2000)
-    p = numpy_softmax(model.logits(x))
-    exact, sampled, empirical = (
-        measured(model.net, context, fisher=estimator) for estimator in ("exact", "sampled", "empirical")
-    )
-    far = 0.0
-    for name in exact.fisher:
-        squares = np.stack([model.shared_gradients(x, p - one_hot([c] * len(x), 3))[name] ** 2 for c in range(3)], 1)
-        mean = np.einsum("nk,nk...->n...", p, squares)
-        variance = (np.einsum("nk,nk...->n...", p, squares**2) - mean**2).mean(0)
-        error = (variance / len(x)) ** 0.5
-        expected = exact.fisher[name].numpy()
-        assert (np.abs(sampled.fisher[name].numpy() - expected) < 4.5 * error).all()
-        assert (np.abs(sampled.fisher[name].numpy() - expected) > 1e-3 * error).any()
-        far = max(far, (np.abs(empirical.fisher[name].numpy() - expected) / error).max())
-    assert far > 10  # true labels are something else
-
-
-def test_the_draw_differs_from_task_to_task_and_from_seed_to_seed(linear_model, float_task, context_of):
-    task, found = float_task(), []
-    for index, seed in ((0, 0), (1, 0), (0, 1)):
-        model = linear_model()
-        context = context_of(model.net, task, index, seed=seed)
-        ewc = EWC(fisher="sampled")
-        ewc.attach(model.net, index)
-        with torch.no_grad():
-            model.net.head.linear.weight.fill_(0.5)
-            model.net.head.linear.weight[0] = -0.5
-            model.net.head.linear.bias.zero_()
-        ewc.end_task(context)
-        found.append(ewc.fisher["0.bias"] * (index + 1))
-    assert not torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
 
 
 def test_tasks_are_averaged(linear_model, float_task, context_of, image_colours, numpy_softmax):
@@ -211,20 +128,12 @@ def test_training_mode_measures_a_copy(make_net, tasks, context_of, snapshot, as
     assert (found.fisher["0.weight"] - evaluated.fisher["0.weight"]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("estimator", ["exact", "sampled", "empirical"])
-def test_gradients_of_single_images_need_evaluation_mode(case, estimator):
-    model, context, _, _ = case()
-    with pytest.raises(ConfituneError, match=r"evaluation mode.*'batch'"):
-        measured(model.net, context, fisher=estimator, mode="train")
-
-
-@pytest.mark.parametrize("options", [{}, {"fisher": "exact"}, {"fisher": "sampled"}, {"fisher": "empirical"}])
-def test_batch_norm_is_in_evaluation_mode_while_measuring(make_net, tasks, context_of, options):
+def test_batch_norm_is_in_evaluation_mode_while_measuring(make_net, tasks, context_of):
     net, seen = make_net("finetune"), []
     context = context_of(net, tasks[0])
     net.backbone[1].register_forward_hook(lambda module, args, output: seen.append(module.training))
     net.train()
-    measured(net, context, **options)
+    measured(net, context)
     assert seen
     assert not any(seen)
 

@@ -1,7 +1,6 @@
 """Methods by name, combined, and from files of a user's own."""
 
 import re
-import sys
 
 import pytest
 
@@ -176,9 +175,9 @@ def test_combinations_are_refused_where_there_is_nothing_to_protect(base, why, a
 
 
 def test_options_reach_their_method_and_no_other():
-    options = {"ewc": {"strength": 5, "fisher": "exact"}, "cpr": {"beta": 0.5}, "si": {"damping": 0.3}}
+    options = {"ewc": {"strength": 5, "mode": "train"}, "cpr": {"beta": 0.5}, "si": {"damping": 0.3}}
     ewc, cpr = create_method("ewc+cpr", options).hooks
-    assert ewc.options.model_dump() == {"strength": 5.0, "fisher": "exact", "mode": "eval"}
+    assert ewc.options.model_dump() == {"strength": 5.0, "mode": "train"}
     assert cpr.options.model_dump() == {"beta": 0.5}
     assert create_method("mas", options).options == METHODS["mas"]().options
 
@@ -193,16 +192,15 @@ def test_options_reach_the_parts(name):
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("ewc", {"strenght": 3}, ["options of ewc", "strenght", "strength, fisher, mode"]),
-        ("ewc", {"fisher": "diagonal"}, ["options of ewc", "fisher", "'batch', 'exact', 'sampled' or 'empirical'"]),
+        ("ewc", {"strenght": 3}, ["options of ewc", "strenght", "strength, mode"]),
+        ("ewc", {"mode": "test"}, ["options of ewc", "mode", "'eval' or 'train'"]),
         ("ewc", {"strength": -1}, ["options of ewc", "strength", "greater than or equal to 0"]),
         ("si", {"damping": 0}, ["options of si", "damping", "greater than 0"]),
         ("si", {"strength": "much"}, ["options of si", "strength", "number"]),
-        ("rwalk", {"new_share": 1.1}, ["options of rwalk", "new_share", "less than or equal to 1"]),
-        ("rwalk", {"new_share": 0}, ["options of rwalk", "new_share", "greater than 0"]),
-        ("mas", {"output": "max", "gradients": "all"}, ["output", "'norm' or 'squared'", "gradients"]),
+        ("rwalk", {"damping": 0.1}, ["options of rwalk", "damping", "there are: strength, positive, gradient"]),
+        ("mas", {"output": "norm", "mode": "all"}, ["output", "there are: strength, mode", "mode"]),
         ("cpr", {"strength": 1}, ["options of cpr", "strength", "there are: beta"]),
-        ("afec", {"form": "last"}, ["options of afec", "'first' or 'alternating'"]),
+        ("afec", {"form": "first"}, ["options of afec", "form", "there are: strength, mode"]),
         ("confit", {"means": "all"}, ["options of confit", "'window' or 'phase'"]),
         ("ccll", {"start": "zero"}, ["options of ccll", "start"]),
         ("best", {"image": 3}, ["options of best", "image", "there are: rank, owns"]),
@@ -306,16 +304,6 @@ def test_two_methods_from_files(own):
     assert [(type(hook).name, hook.options.weight) for hook in method.hooks] == [("mine", 0.5), ("yours", 2.0)]
 
 
-def test_a_method_from_a_package(own, monkeypatch):
-    path = own("theirs", folder="pack")
-    monkeypatch.syspath_prepend(path.parents[1])
-    method = create_method("pack.theirs:Mine+confit", {"theirs": {"weight": 3}})
-    assert [hook.options.weight for hook in method.added] == [3.0]
-    assert type(create_method("confitune.methods.ewc:EWC")) is METHODS["ewc"]
-    monkeypatch.delitem(sys.modules, "pack.theirs")
-    monkeypatch.delitem(sys.modules, "pack")
-
-
 def test_options_of_a_users_own_method_are_checked(own):
     with pytest.raises(ConfituneError, match=r"options of mine: sign: .*\(there are: weight, sign\)"):
         create_method(f"{own()}:Mine", {"mine": {"sign": "both"}})
@@ -329,9 +317,7 @@ def test_what_cannot_be_taken_from_a_file_is_named(own, tmp_path):
         message = rf"mine\.py has no method {attribute!r}: a class derived from Method, with a name"
         with pytest.raises(ConfituneError, match=message):
             create_method(f"{path}:{attribute}")
-    with pytest.raises(ConfituneError, match=r"no method can be taken from no_such\.module: ModuleNotFoundError"):
-        create_method("no_such.module:Mine")
-    with pytest.raises(ConfituneError, match=r"confitune\.metrics has no method 'Mine'"):
+    with pytest.raises(ConfituneError, match=r"no method 'confitune\.metrics:Mine'"):  # modules are not imported
         create_method("confitune.metrics:Mine")
 
 

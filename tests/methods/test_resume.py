@@ -9,7 +9,6 @@ from killed import Killed, Killer, Starts
 
 CASES = {
     "ewc": ("ewc", {}, {}),
-    "ewc sampled": ("ewc", {"ewc": {"fisher": "sampled"}}, {}),
     "ewc train mode": ("ewc", {"ewc": {"mode": "train"}}, {}),
     "si": ("si", {}, {}),
     "si total": ("si", {"si": {"gradient": "total", "positive": False, "strength": 0.1}}, {}),
@@ -17,10 +16,9 @@ CASES = {
     "mas": ("mas", {}, {}),
     "mas-cpr": ("mas-cpr", {}, {}),
     "mas-afec": ("mas-afec", {}, {}),
-    "mas+afec alternating": ("mas+afec", {"afec": {"form": "alternating"}}, {}),
     "ewc+cpr": ("ewc+cpr", {}, {}),
     "confit+mas": ("confit+mas", {}, {"epochs": 5}),
-    "confit+si+afec alternating": ("confit+si+afec", {"afec": {"form": "alternating"}}, {"epochs": 5}),
+    "confit+si+afec": ("confit+si+afec", {}, {"epochs": 5}),
     "confit+rwalk": ("confit+rwalk", {"rwalk": {"strength": 1}}, {"epochs": 5, "dropout": 0.3}),
     "task-bn+ewc": ("task-bn+ewc", {}, {}),
     "mas-afec with dropout": ("mas-afec", {}, {"dropout": 0.3}),

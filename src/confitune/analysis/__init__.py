@@ -1,1 +1,1 @@
-"""What the paper looks into beside accuracy: shift, transductive moments, storage, and its propositions."""
+"""What the paper looks into beside accuracy: shift, transductive moments, and storage."""

@@ -122,15 +122,12 @@ def tasks_command(
         str | None, Option(metavar="NAME", help="forget a task; its files go with the next change")
     ] = None,
     remove_class: Annotated[str | None, Option(metavar="TASK/CLASS", help="forget a class of a task")] = None,
-    copy: Annotated[
-        tuple[Path, str] | None, Option(metavar="OTHER NAME", help="take a task from a bundle with the same backbone")
-    ] = None,
     undo: Annotated[bool, Option("--undo", help="go back to what it was before its last change")] = False,
     check: Annotated[bool, Option("--check", help="measure every task again on its held-out photos")] = False,
     device: Device = "auto",
     as_json: Annotated[bool, Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
-    """List the tasks of a bundle and what each takes on disk; rename, remove or copy one; undo the last change.
+    """List the tasks of a bundle and what each takes on disk; rename or remove one; undo the last change.
 
     A class goes with --remove-class; more classes come with `confitune learn --into`.
 
@@ -147,7 +144,7 @@ def tasks_command(
 
     opened = Bundle.open(bundle)
     console = Console()
-    changes = rename or remove or remove_class or copy
+    changes = rename or remove or remove_class
     if undo and changes:
         raise ConfituneError("--undo goes back on its own: give the other changes afterwards")
     if undo:
@@ -161,8 +158,6 @@ def tasks_command(
             if remove_class:
                 of_task, _, name = remove_class.partition("/")
                 forget_class(change, of_task, name)
-            if copy:
-                change.copy_task(Bundle.open(copy[0]), copy[1])
     with decoding_bar(console) as testing:
         checked = check_tasks(opened, device, testing) if check else None
     accuracy = checked.accuracy if checked else {}
@@ -190,7 +185,6 @@ def predict_command(
     bundle: BundleFolder,
     images: Annotated[list[str], typer.Argument(help="image files, folders, or patterns such as 'new/*.jpg'")],
     task: Annotated[str | None, Option(help="which task's classes; default: those of all tasks together")] = None,
-    among: Annotated[Texts, Option(metavar="TASK", help="of these tasks only; may be given many times")] = None,
     top: Annotated[int, Option(min=1, help="so many classes for each image")] = 5,
     device: Device = "auto",
     as_json: Annotated[bool, Option("--json", help="one JSON object for each image, a line each")] = False,
@@ -215,7 +209,7 @@ def predict_command(
     table = csv.writer(sys.stdout, lineterminator="\n")
     if as_csv:
         table.writerow(["image", "task", "class", "probability"])
-    for file, answer in predict_files(predictor, files, task, top, among):
+    for file, answer in predict_files(predictor, files, task, top):
         if isinstance(answer, ConfituneError):
             failed += 1
             say(str(answer), "red", errors)

@@ -190,8 +190,8 @@ def reproduce_command(
     what: Annotated[
         list[str],
         typer.Argument(
-            help="datasets, table1, table2, curves, storage, shift, transductive, deeper, search, theory, controls, "
-            "all, or a YAML file that names them"
+            help="datasets, table1, table2, curves, storage, shift, transductive, deeper, search, controls, all, or a "
+            "YAML file that names them"
         ),
     ],
     datasets: Annotated[

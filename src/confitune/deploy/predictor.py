@@ -129,21 +129,18 @@ class Predictor:
         except Exception as error:  # e.g. too thin
             raise UnreadableImageError(f"cannot resize and crop the image {name}: {error}") from error
 
-    def predict(
-        self, pixels: Tensor, tasks: Sequence[str | None], top: int = 5, among: Sequence[str] | None = None
-    ) -> list[Prediction]:
+    def predict(self, pixels: Tensor, tasks: Sequence[str | None], top: int = 5) -> list[Prediction]:
         """The answer for each image, all of one version of the bundle.
 
         Args:
             pixels: from `decode`, stacked.
             tasks: of each image; None guesses it.
             top: so many classes, best first.
-            among: the tasks that a guess may be one of; default: all.
         """
 
         def answers(x: Tensor, of: Sequence[Any]) -> list[Prediction]:
             best = max(top, 1)
-            return self._guessed(x, best, among) if of[0] is None else self._of_tasks(x, of, best)
+            return self._guessed(x, best) if of[0] is None else self._of_tasks(x, of, best)
 
         with self._lock:
             while True:
@@ -188,7 +185,7 @@ class Predictor:
             found.append(Prediction(task, None, named, self.version))
         return found
 
-    def _guessed(self, x: Tensor, top: int, among: Sequence[str] | None) -> list[Prediction]:
+    def _guessed(self, x: Tensor, top: int) -> list[Prediction]:
         """Answers where the task is not given, in two passes however many tasks there are.
 
         The first goes through the pre-trained network and gives probabilities of all classes of all tasks. In the
@@ -201,15 +198,9 @@ class Predictor:
         space, features = self._space, self._tasks.features(x)
         if features.shape[1] != space.means.shape[1]:
             raise BundleError(f"{self.bundle.path} keeps features of another network: name the task")
-        for name in among or ():
-            self.bundle.record(name)
-        if among is not None and not set(among) & set(space.tasks):
-            raise BundleError(f"{self.bundle.path} keeps no features of any of these tasks: name one with --task")
-        allowed = None if among is None else torch.tensor([name in among for name in space.tasks])
-
         known = features.float().cpu()
         ask = partial(self._second_pass, space.tasks, x, features)
-        probabilities = space.shared_out(space.probabilities(known, allowed), ask)
+        probabilities = space.shared_out(space.probabilities(known), ask)
         if not probabilities.isfinite().all():
             raise BundleError(f"{self.bundle.path} keeps sums of features that give no probabilities: name the task")
         unknown = (space.unusual(known) > space.threshold).tolist() if self.unknown else [False] * len(x)
@@ -284,7 +275,7 @@ def image_files(given: Sequence[str]) -> list[Path]:
 
 
 def predict_files(
-    predictor: Predictor, files: Sequence[Path], task: str | None, top: int, among: Sequence[str] | None = None
+    predictor: Predictor, files: Sequence[Path], task: str | None, top: int
 ) -> Iterator[tuple[Path, Prediction | DataError]]:
     """Each file with its answer, or with what is wrong with it; decoded by all cores, a batch at a time."""
 
@@ -299,6 +290,6 @@ def predict_files(
             batch = files[first : first + _BATCH]
             pixels = list(pool.map(decoded, batch))
             good = [image for image in pixels if isinstance(image, Tensor)]
-            answers = iter(predictor.predict(torch.stack(good), [task] * len(good), top, among) if good else ())
+            answers = iter(predictor.predict(torch.stack(good), [task] * len(good), top) if good else ())
             for file, image in zip(batch, pixels, strict=True):
                 yield file, next(answers) if isinstance(image, Tensor) else image

@@ -22,23 +22,16 @@ _ROUND = 16  # sizes of their batches are multiples of it: for each new one a GP
 
 def epochs_of(task: Task, settings: TrainSettings) -> int:
     """How many epochs the task is trained for: more where it has few images and a number of steps is asked for."""
-    return max(settings.epochs, math.ceil(settings.min_steps / steps_an_epoch(len(task.train), settings)))
+    return max(settings.epochs, math.ceil(settings.min_steps / _steps_an_epoch(task, settings)))
 
 
 def steps_of(task: Task, settings: TrainSettings) -> int:
     """How many training steps the task takes."""
-    return epochs_of(task, settings) * steps_an_epoch(len(task.train), settings)
+    return epochs_of(task, settings) * _steps_an_epoch(task, settings)
 
 
-def steps_an_epoch(images: int, settings: TrainSettings) -> int:
-    """Whole batches, and what is left over if it is asked for; one image alone has no batch moments.
-
-    >>> both = [TrainSettings(batch_size=4, last_batch=with_rest) for with_rest in (False, True)]
-    >>> [steps_an_epoch(images, settings) for images in (8, 9, 10, 3) for settings in both]
-    [2, 2, 2, 2, 2, 3, 1, 1]
-    """
-    size = min(settings.batch_size, images)
-    return images // size + (settings.last_batch and images > size and images % size > 1)
+def _steps_an_epoch(task: Task, settings: TrainSettings) -> int:
+    return len(task.train) // min(settings.batch_size, len(task.train))
 
 
 class Learning(TaskContext):
@@ -57,7 +50,7 @@ class Learning(TaskContext):
         self.images = len(task.train)
         self.labels = task.train.labels.to(self.device)
         self.batch_size = min(self.settings.batch_size, self.images)
-        self.steps_an_epoch = steps_an_epoch(self.images, self.settings)
+        self.steps_an_epoch = self.images // self.batch_size  # what is left over is dropped
         self.seed = self._seed("penalty")
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -86,7 +79,7 @@ class Learning(TaskContext):
             for pixels, labels in islice(self._batches("gradients", 0), batches):
                 with autocast(self.settings, self.device):
                     logits = self.net(self.task.inputs(pixels))
-                loss = classification_loss(logits, labels, self.task.groups, self.settings)
+                loss = classification_loss(logits, labels, self.settings, self.task.groups)
                 torch._foreach_add_(sums, torch.autograd.grad(loss, list(parameters)))
         for parameter in parameters:
             parameter.requires_grad_(False)

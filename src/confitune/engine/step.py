@@ -3,7 +3,6 @@
 So nothing here may depend on a tensor's value, wait for the device, or copy to it.
 """
 
-import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import affine_grid, cross_entropy, grid_sample
+from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 
@@ -23,8 +22,6 @@ from confitune.settings import TrainSettings
 from confitune.tasks import Task
 
 Groups = tuple[tuple[int, int], ...]
-
-_SMALLEST = 1 / 3  # of an image's area, that a random crop has
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class TrainStep:
         with autocast(settings, self.executor.device), counted_at_once(net):
             features = self.executor.features(x)
             logits = net.head(features)
-        loss = classification_loss(logits, labels, self.task.groups, settings)
+        loss = classification_loss(logits, labels, settings, self.task.groups)
         step = Step(x, features, logits, labels, net)
         objective = sum((term for hook in hooks if (term := hook.loss(step)) is not None), loss)
         right = count_right(logits.detach(), labels, self.task.groups).sum()
@@ -101,14 +98,9 @@ def counted_at_once(net: ContinualNet) -> Iterator[None]:
         torch._foreach_add_([counter for _, counter in counted], 1)
 
 
-def classification_loss(
-    logits: Tensor, labels: Tensor, groups: Groups = (), settings: TrainSettings | None = None
-) -> Tensor:
-    """Mean cross-entropy in float32; with groups (joint training), over the classes of the image's own task only.
-
-    Settings say what is trained with; validation, which passes none, has the loss without smoothing.
-    """
-    smoothing = settings.label_smoothing if settings else 0.0
+def classification_loss(logits: Tensor, labels: Tensor, settings: TrainSettings, groups: Groups = ()) -> Tensor:
+    """Mean cross-entropy in float32; with groups (joint training), over the classes of the image's own task only."""
+    smoothing = settings.label_smoothing
     if groups and smoothing:
         raise ConfituneError("label_smoothing would spread labels over all tasks' classes at once: set it to 0 here")
     return cross_entropy(within_own_task(logits.float(), labels, groups), labels, label_smoothing=smoothing)
@@ -135,24 +127,15 @@ def _group_of_class(groups: Groups, device: torch.device) -> Tensor:
 
 def draw_noise(kind: str, steps: int, batch: int, generator: torch.Generator) -> Tensor | None:
     """What an epoch's augmentation needs of chance, drawn at once: [steps, 5, batch] uniform numbers, or None."""
+    # A flip takes the first of five. The count stays, because the flips that a seed means hang on it.
     return None if kind == "none" else torch.rand(steps, 5, batch, generator=generator)
 
 
 def augment(x: Tensor, kind: str, noise: Tensor | None) -> Tensor:
-    """Flip each image with probability 1/2 ('flip'), and cut a part of it out and enlarge that ('crop').
+    """Mirror each image [N, 3, H, W] with probability 1/2 ('flip'), or leave them as they are ('none').
 
-    A part has at least a third of the image's area and sides between 3:4 and 4:3, anywhere in the image. `noise` is one
-    step's part of `draw_noise`, on the device of the images [N, 3, H, W]; None leaves them as they are.
+    `noise` is one step's part of `draw_noise`, on the device of the images.
     """
-    if noise is None:
+    if kind == "none" or noise is None:
         return x
-    if kind == "flip":
-        return torch.where((noise[0] < 0.5)[:, None, None, None], x.flip(-1), x)
-    area = _SMALLEST + (1 - _SMALLEST) * noise[1]
-    stretch = torch.exp((2 * noise[2] - 1) * math.log(4 / 3))
-    width, height = (area * stretch).sqrt().clamp(max=1), (area / stretch).sqrt().clamp(max=1)
-    none = torch.zeros_like(width)
-    across = torch.stack([width * torch.where(noise[0] < 0.5, -1.0, 1.0), none, (2 * noise[3] - 1) * (1 - width)], 1)
-    down = torch.stack([none, height, (2 * noise[4] - 1) * (1 - height)], 1)
-    grid = affine_grid(torch.stack([across, down], 1), list(x.shape), align_corners=False)
-    return grid_sample(x, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+    return torch.where((noise[0] < 0.5)[:, None, None, None], x.flip(-1), x)

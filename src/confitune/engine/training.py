@@ -17,9 +17,8 @@ from confitune.engine.context import Learning
 from confitune.engine.events import EpochEnd, Listener
 from confitune.engine.feed import place_task, to_device
 from confitune.engine.readings import EpochReadings
-from confitune.engine.seeds import derived_generator, derived_seed
+from confitune.engine.seeds import derived_generator
 from confitune.engine.step import TrainStep, draw_noise
-from confitune.engine.validation import Validation
 from confitune.errors import ConfituneError
 from confitune.methods import Method, Stage, create_method
 from confitune.nn import ContinualNet
@@ -79,12 +78,6 @@ class TaskFit(Learning):
         if len(task.train) < 2:
             raise ConfituneError(f"task {task.name!r} has {len(task.train)} training image; batch norm needs 2 or more")
         index = len(net.tasks) if index < 0 else index
-        self.validation: Validation | None = None
-        if settings.validation:
-            self.validation = Validation(task, settings, derived_seed(settings.seed, "validation", index))
-            task = self.validation.task
-        elif settings.lr_patience is not None:
-            raise ConfituneError("lr_patience waits for a lower loss on images left out: set validation=0.1, too")
         super().__init__(executor, task, index)
         self.method = method
         self.hooks = method.hooks if hooks is None else tuple(hooks)
@@ -133,10 +126,6 @@ class TaskFit(Learning):
                 self._limit_pulls()
                 self._train_epoch(stage, epoch)
                 self.epoch = epoch + 1
-                if self.validation:
-                    self.validation.look(self.net, self.hooks)
-                    if self.epoch == self.epochs:
-                        self.validation.restore(self.net)
                 after_epoch()
             self._freeze_but(None)
             for hook in self.hooks:
@@ -194,12 +183,12 @@ class TaskFit(Learning):
                 self._set_lr(epoch + step / steps)
             # Whether the step weighs anything in the final average of the input statistics.
             last = (self.epochs - epoch) * steps - step <= settings.tracked_steps(self.net.momentum)
-            tracking = self.net.observer.tracks and (last or self.validation is not None)  # which may keep any epoch
+            tracking = self.net.observer.tracks and last
             self.net.observer.track(tracking)
             outcome = self.executor(
                 self.step.kind(stage.trains, tracking, self.index),
                 self.step.train,
-                *(pixels, labels, None if noise is None else noise[step, :, : len(labels)]),
+                *(pixels, labels, None if noise is None else noise[step]),
                 forward=(stage.trains, tracking),
             )
             assert outcome is not None
@@ -212,7 +201,7 @@ class TaskFit(Learning):
         self.report(all_but=1 if self.device.type == "cuda" else 0)
 
     def _set_lr(self, epochs: float) -> float:
-        lr = self.settings.lr * self.settings.lr_factor(epochs) * (self.validation.lr_factor if self.validation else 1)
+        lr = self.settings.lr * self.settings.lr_factor(epochs)
         self.executor.optimizers.set_lr(self.optimizer, lr)
         return lr
 
@@ -273,25 +262,14 @@ class TaskFit(Learning):
 
     # ---- what else there is ----------------------------------------------------------------------------------------
 
-    def train(self, other: ContinualNet, only_epoch: int | None = None) -> None:
-        twin = TaskFit(self.executor.of(other), self.task, self.method, self.index, hooks=())
-        if only_epoch is None:
-            twin.fit()
-            return
-        with twin._undisturbed():
-            stage = twin._stages[only_epoch]
-            twin._freeze_but(stage.trains)
-            twin._train_epoch(stage, only_epoch)
-            twin.report()
+    def train(self, other: ContinualNet) -> None:
+        TaskFit(self.executor.of(other), self.task, self.method, self.index, hooks=()).fit()
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on after the last whole epoch; the network's own state is not in it."""
-        state = {"epoch": self.epoch, "is_new": self.is_new, "optimizer": self.optimizer.state_dict()["state"]}
-        return state | ({"validation": self.validation.state_dict()} if self.validation else {})
+        return {"epoch": self.epoch, "is_new": self.is_new, "optimizer": self.optimizer.state_dict()["state"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self.epoch, self.is_new = state["epoch"], state["is_new"]
         self.executor.optimizers.load(self.optimizer, state["optimizer"])
-        if self.validation:
-            self.validation.load_state_dict(state["validation"])

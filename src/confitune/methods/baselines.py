@@ -15,27 +15,15 @@ class Finetune(Method):
     summary = "fine-tunes all weights on one task after another, shared BN"
 
 
-class LinearProbeOptions(Options):
-    """Choices of linear probing."""
-
-    closed_form: bool = Field(False, description="fit heads in closed form, by linear discriminant analysis")
-
-
 class LinearProbe(Method):
     """The backbone stays as pre-trained, batch norm in evaluation mode."""
 
     name = "linear-probe"
     summary = "frozen backbone, trains heads only; forgets nothing"
     cost = "nothing; no gradients below the head"
-    Options = LinearProbeOptions
 
     def parts(self) -> list[Part]:
         return [Norms(affine=False, moments="pretrained"), Head()]
-
-    def settle(self, context: TaskContext) -> bool:
-        if self.options.closed_form:
-            finish_with_head(context)
-        return bool(self.options.closed_form)
 
     def stages(self, epochs: int, index: int) -> tuple[Stage, ...]:
         return head_only(epochs)
@@ -44,7 +32,7 @@ class LinearProbe(Method):
 class Lda(Method):
     """Nothing is trained: the classes of all tasks are normal distributions of pre-trained features.
 
-    The network gets heads, too, as those of linear probing are fitted: the sums answer where all classes compete.
+    The network gets heads, too, fitted at once: the sums answer where all classes compete.
     """
 
     name = "lda"

@@ -163,10 +163,10 @@ class Gaussians:
         return (x @ factor).square().sum(1) + x @ linear + constant
 
     def probabilities(self, features: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """[N, C], of the classes of all tasks, or of the tasks that are allowed: [T], or [N, T] for each image."""
+        """[N, C], of the classes of all tasks, or of those that are allowed for each image: [N, T]."""
         logits = self.logits(features) / self.temperature
         if allowed is not None:
-            logits = logits.masked_fill(~allowed[..., self.of_class], -math.inf)
+            logits = logits.masked_fill(~allowed[:, self.of_class], -math.inf)
         return logits.softmax(1)
 
     def of_tasks(self, probabilities: Tensor) -> Tensor:

@@ -2,9 +2,8 @@
 
 Eq. 3: Omega_ij = 1/N sum over k of |d ||F(x_k; theta)||_2 / d theta_ij|, summed over tasks;
 Eq. 4: L(theta) = L_n(theta) + lambda / 2 * sum of Omega_ij (theta_ij - theta*_ij)^2.
+Gradients are those of means over 20 images, times 20 (CPR code).
 """
-
-from typing import Literal
 
 import torch
 from pydantic import Field
@@ -19,13 +18,6 @@ class MasOptions(Options):
     """Choices of MAS."""
 
     strength: float = Field(30.0, ge=0, description="penalty strength lambda")
-    output: Literal["norm", "squared"] = Field(
-        "norm",
-        description="function of the logits: their L2 norm (CPR code), or its square (Aljundi et al., sec. 4.1)",
-    )
-    gradients: Literal["batch", "sample"] = Field(
-        "batch", description="batch: of means over 20 images, times 20 (CPR code); sample: per image (Eq. 3)"
-    )
     mode: Mode = Field("eval", description="batch norm mode while importance is estimated (CPR code: train)")
 
 
@@ -49,13 +41,10 @@ class MAS(Method):
         return Pull(self.anchor, self.omega, self.options.strength) if self.index else None
 
     def end_task(self, context: TaskContext) -> None:
-        options = self.options
-
         def length(logits: Tensor, labels: Tensor) -> Tensor:
-            logits = logits.float()
-            return (logits.square().sum(1) if options.output == "squared" else logits.norm(dim=1)).mean()
+            norms: Tensor = torch.linalg.vector_norm(logits.float(), dim=1)
+            return norms.mean()
 
-        each = (lambda x, labels: [(labels, None)]) if options.gradients == "sample" else None
-        average(context, context.net, options.mode, length, Tensor.abs, self.new, each)
+        average(context, context.net, self.options.mode, length, Tensor.abs, self.new)
         torch._foreach_add_(list(self.omega.values()), of(self.new, self.omega))
         copy_into(self.anchor, shared_values(context.net))

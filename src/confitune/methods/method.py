@@ -56,8 +56,8 @@ class TaskContext(Protocol):
     def batches(self, size: int) -> Iterable[tuple[Tensor, Tensor]]:
         """Inputs and labels of the training images in a random order, which is the same each time."""
 
-    def train(self, other: ContinualNet, only_epoch: int | None = None) -> None:
-        """Train another network on this task, without what the method adds; the whole task, or one epoch of it."""
+    def train(self, other: ContinualNet) -> None:
+        """Train another network on this task, without what the method adds."""
 
     def features(self) -> Tensor:
         """[N, F], of all training images, by the network as it is."""

@@ -44,12 +44,6 @@ class Pull(NamedTuple):
         """The largest factor of a distance in its gradient."""
         return self.slope * float(torch.stack([weight.max() for weight in self.weight.values()]).max())
 
-    def value(self, net: ContinualNet) -> Tensor:
-        """The penalty itself, without a gradient."""
-        now = shared_values(net)
-        parts = [(self.weight[name] * (now[name] - self.anchor[name]).square()).sum() for name in self.anchor]
-        return self.slope / 2 * torch.stack(parts).sum()
-
 
 def shared_values(net: ContinualNet) -> Tensors:
     """The parameters that all tasks use, as plain tensors, not copied."""

@@ -1,7 +1,6 @@
 """Methods by name, also those in files of a user's own, and combinations of several."""
 
 import difflib
-import importlib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -57,9 +56,8 @@ def _class_of(name: str) -> type[Method]:
     if name in METHODS:
         return METHODS[name]
     place, colon, attribute = name.rpartition(":")
-    if colon and place:
-        module = _module(str(Path(place).resolve()) if place.endswith(".py") else place)
-        found = getattr(module, attribute, None)
+    if colon and place.endswith(".py"):
+        found = getattr(_module(str(Path(place).resolve())), attribute, None)
         if not (isinstance(found, type) and issubclass(found, Method) and found.name):
             raise ConfituneError(f"{place} has no method {attribute!r}: a class derived from Method, with a name")
         return found
@@ -72,8 +70,8 @@ def _class_of(name: str) -> type[Method]:
 
 @cache
 def _module(place: str) -> ModuleType:
-    """A file by its path, which is run once, or a module by its name."""
+    """A file by its path, which is run once."""
     try:
-        return run_file(place) if place.endswith(".py") else importlib.import_module(place)
+        return run_file(place)
     except Exception as error:
         raise ConfituneError(f"no method can be taken from {place}: {type(error).__name__}: {error}") from error

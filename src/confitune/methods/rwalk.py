@@ -13,18 +13,14 @@ from confitune.methods.method import Method, Options, TaskContext
 from confitune.methods.pull import CLIPPED, Pull, Tensors, copy_into, gradients_of, moved, of, shared_values
 from confitune.nn import ContinualNet
 
+_NEW_SHARE = 0.9  # of the newest squared gradient in the Fisher average (CPR code; Chaudhry et al.: 0.1)
+_DAMPING = 0.01  # epsilon of the score
+
 
 class RwalkOptions(Options):
     """Choices of RWalk."""
 
     strength: float = Field(10.0, ge=0, description="penalty strength lambda")
-    new_share: float = Field(
-        0.9,
-        gt=0,
-        le=1,
-        description="weight of the newest squared gradient in the Fisher average (CPR code: 0.9; Chaudhry et al.: 0.1)",
-    )
-    damping: float = Field(0.01, gt=0, description="epsilon of the score")
     positive: bool = Field(True, description="clip negative score contributions to 0 (CPR code: False)")
     gradient: Literal["loss", "total"] = Field(
         "loss", description="gradient of the loss alone (Chaudhry et al.), or including the penalty (CPR code)"
@@ -67,14 +63,14 @@ class RWalk(Method):
         steps = moved(net, self.previous)
         if not steps:
             return
-        share, change = self.options.new_share, list(steps.values())
+        change = list(steps.values())
         fisher, gradients = of(self.fisher, steps), of(self.gradient, steps)
-        torch._foreach_mul_(fisher, 1 - share)
-        torch._foreach_addcmul_(fisher, gradients, gradients, share)
+        torch._foreach_mul_(fisher, 1 - _NEW_SHARE)
+        torch._foreach_addcmul_(fisher, gradients, gradients, _NEW_SHARE)
         distance = torch._foreach_mul(change, change)  # 0.5 * F * delta^2 + epsilon
         torch._foreach_mul_(distance, fisher)
         torch._foreach_mul_(distance, 0.5)
-        torch._foreach_add_(distance, self.options.damping)
+        torch._foreach_add_(distance, _DAMPING)
         gain = torch._foreach_mul(gradients, change)
         torch._foreach_div_(gain, distance)
         torch._foreach_neg_(gain)

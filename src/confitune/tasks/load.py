@@ -39,7 +39,7 @@ def load_tasks(
 
     Args:
         name: one of `DATASETS` (cifar100, cub200, caltech101, flowers102, photos, digits), "folder:PATH", your own
-            function that returns a `TaskSequence` ("FILE.py:FUNCTION" or "package.module:FUNCTION", see `names.py`),
+            function that returns a `TaskSequence` ("FILE.py:FUNCTION", see `names.py`),
             or several of these joined by '+', each with the tasks to use, counted from 1 (default: all):
             "photos:1-2+digits:1+photos:3-5". Tasks are then called "photos-task1", "digits-task1", ..., and each keeps
             the image size of its dataset. A path with a '+' can only stand alone.

@@ -2,7 +2,7 @@
 
     name    = part { "+" part }
     part    = dataset [ ":" tasks ]
-    dataset = a key of `DATASETS` | folder:PATH | FILE.py:FUNCTION | package.module:FUNCTION
+    dataset = a key of `DATASETS` | folder:PATH | FILE.py:FUNCTION
     tasks   = N | N-M                  counted from 1, both ends included; without them: all
 
 What follows the last ':' is tasks if it looks like N or N-M, otherwise a piece of a path. A path that has a '+' itself
@@ -16,7 +16,6 @@ input (three values each) and the data folder (a `Path`), and returns a `TaskSeq
 """
 
 import difflib
-import importlib
 import os
 import re
 import sys
@@ -51,8 +50,7 @@ DATASETS: Mapping[str, DatasetInfo] = MappingProxyType({info.name: info for info
 FOLDER_PREFIX = "folder:"
 _ALL = (1, sys.maxsize)
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-_NAME = r"[^\W\d]\w*"
-_OWN = re.compile(rf"(.+\.py|{_NAME}(?:\.{_NAME})*):{_NAME}", re.DOTALL)
+_OWN = re.compile(r"(.+\.py):[^\W\d]\w*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Part:
     """Tasks of one dataset."""
 
     text: str  # as it was written
-    dataset: str  # a key of `DATASETS`, "folder:PATH", "FILE.py:FUNCTION" or "package.module:FUNCTION"
+    dataset: str  # a key of `DATASETS`, "folder:PATH" or "FILE.py:FUNCTION"
     tasks: tuple[int, int] | None = None  # the first and the last one, counted from 1; None: all
 
     @property
@@ -71,14 +69,14 @@ class Part:
 
     @property
     def own(self) -> str | None:
-        """The file or module, where a function of the user's own makes the dataset."""
+        """The file, as it was written, where a function of the user's own makes the dataset."""
         found = _OWN.fullmatch(self.dataset) if self.folder is None else None
-        return found[1] if found and found[1] not in DATASETS else None
+        return found[1] if found else None
 
     @property
     def own_file(self) -> str | None:
-        """The file of the user's own function, without links; None for a module."""
-        return os.path.realpath(os.path.expanduser(self.own)) if self.own and self.own.endswith(".py") else None
+        """The same without links."""
+        return os.path.realpath(os.path.expanduser(self.own)) if self.own else None
 
     @property
     def info(self) -> DatasetInfo:
@@ -131,10 +129,11 @@ class Part:
 
     def _own_module(self) -> ModuleType:
         assert self.own is not None
-        if self.own_file and not os.path.isfile(self.own_file):
+        assert self.own_file is not None
+        if not os.path.isfile(self.own_file):
             raise DataMissingError(f"there is no file {self.own}; write FILE.py:FUNCTION with its path")
         try:
-            return run_file(self.own_file) if self.own_file else importlib.import_module(self.own)
+            return run_file(self.own_file)
         except Exception as error:
             raise _failed(self.own, error, self.own_file) from error
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings, strategies as st
 from confitune.deploy import Bundle, BundleError, changing, examine, go_back
 from confitune.deploy.bundle import TaskRecord
 from confitune.deploy.bundle.store import Store
-from confitune.nn import XconvNorms
-from deploy.bundle.shared import NETWORK, backbone_name, by_hand, logits, read_everything, same_tensors, sums_name
+from deploy.bundle.shared import NETWORK, backbone_name, by_hand, logits, read_everything, sums_name
 from deploy.shared import add, backbone_of, contents_and_times as contents, damage_task
 
 # ---- changes ---------------------------------------------------------------------------------------------------------
@@ -73,7 +72,7 @@ def test_files_that_two_tasks_share_go_with_the_last_of_them(taught):
 
     before = stored("tasks"), stored("held-out")
     with changing(bundle) as change:
-        change.copy_task(bundle, "reds", "the same")
+        change.add_task("the same", bundle.record("reds"))
         change.remove_task("reds")
         change.rename_task("stripes", "s")
         assert (stored("tasks"), stored("held-out")) == before
@@ -90,10 +89,11 @@ def test_files_that_two_tasks_share_go_with_the_last_of_them(taught):
 
 def test_a_removed_task_that_comes_back_keeps_its_files(taught):
     path = taught(2)
-    source, bundle = Bundle.open(taught(2, "source")), Bundle.open(path)
+    bundle = Bundle.open(path)
+    record = bundle.record("reds")
     with changing(bundle) as change:
         change.remove_task("reds")
-        change.copy_task(source, "reds")  # the files are there: they are kept for the state before
+        change.add_task("reds", record)  # the files are there: they are kept for the state before
         change.rename_task("stripes", "s")
     assert list(read_everything(path).tasks) == ["s", "reds"]
 
@@ -108,40 +108,6 @@ def test_the_only_task_stays(taught):
     ):
         change.remove_task("reds")
     assert contents(path) == before
-
-
-def test_copy_to_a_bundle_with_the_same_backbone(taught):
-    source, target = Bundle.open(taught(2)), Bundle.open(taught(2, "target"))
-    with changing(target) as change:
-        change.remove_task("reds")
-        change.copy_task(source, "reds", "red again")
-    found = Bundle.open(target.path)
-    assert list(found.tasks) == ["stripes", "red again"]
-    assert found.record("red again") == source.record("reds")
-    assert torch.equal(logits(found, "red again"), logits(source, "reds"))
-    assert same_tensors(found.task_state("red again"), source.task_state("reds"))
-    assert torch.equal(found.held_out("red again").test.pixels, source.held_out("reds").test.pixels)
-    assert found.manifest.lineage == source.manifest.lineage
-
-
-def test_copy_to_another_backbone_is_refused_with_the_reason(taught):
-    source, target = Bundle.open(taught(3)), Bundle.open(taught(2, "target"))
-    before = contents(target.path)
-    reason = r"'greens' cannot be copied: the backbones of .* are not the same.*learn the task here instead"
-    with changing(target) as change, pytest.raises(BundleError, match=reason):
-        change.copy_task(source, "greens")
-    assert contents(target.path) == before
-
-
-def test_copy_between_kinds_of_means_is_refused_though_weights_agree(trained, tmp_path):
-    source = by_hand(tmp_path / "window", trained("test_byobnet"))
-    other = NETWORK.model_copy(update={"means": "phase"})
-    target = by_hand(tmp_path / "phase", trained("test_byobnet", [XconvNorms("phase")]), other)
-    assert source.manifest.lineage == target.manifest.lineage
-    before = contents(target.path)
-    with changing(target) as change, pytest.raises(BundleError, match="cannot be copied"):
-        change.copy_task(source, "pets", "more pets")
-    assert contents(target.path) == before
 
 
 def test_adding_leaves_earlier_files_alone(taught, teach):
@@ -204,7 +170,7 @@ def test_odd_names_reach_no_file_outside(taught, tmp_path, name):
     bundle, before = Bundle.open(path), {*tmp_path.rglob("*")}
     above = {*tmp_path.parent.iterdir()}
     with changing(bundle) as change:
-        change.copy_task(bundle, "reds", name)
+        change.add_task(name, bundle.record("reds"))
         change.rename_task("reds", f"{name[:98]}!")
     found = Bundle.open(path)
     assert list(found.tasks) == [f"{name[:98]}!", name]
@@ -222,7 +188,7 @@ def test_names_that_cannot_be_read_are_refused(taught, tmp_path, teach, name):
     with changing(bundle) as change:
         for attempt in (
             lambda: change.rename_task("reds", name),
-            lambda: change.copy_task(bundle, "reds", name) if name else change.add_task(name, bundle.record("reds")),
+            lambda: change.add_task(name, bundle.record("reds")),
         ):
             with pytest.raises(BundleError, match="a task's name must be 1 to 100 readable characters"):
                 attempt()
@@ -298,15 +264,14 @@ def test_damage_to_what_is_kept_of_photos_costs_nothing_else(taught, teach, of):
 @pytest.mark.parametrize(
     ("of", "read"), [("file", False), ("file", True), ("held_out", False), ("features", False)], ids=str
 )
-def test_a_damaged_task_is_restored_from_a_copy(taught, of, read):
+def test_a_damaged_task_is_restored_by_its_file_from_a_backup(taught, of, read):
     good, path = taught(2, "good"), taught(2)
     expected, bundle = Bundle.open(good).task_state("stripes"), Bundle.open(path)
     if read:
         bundle.task_state("stripes")  # while it was whole
     damage_task(path, "stripes", -100, of)
-    with changing(bundle) as change:
-        change.remove_task("stripes")
-        change.copy_task(Bundle.open(good), "stripes")
+    name = getattr(bundle.record("stripes"), of).name
+    shutil.copy(good / name, path / name)
     restored = Bundle.open(path).task_state("stripes")
     assert all(torch.equal(restored[key], tensor) for key, tensor in expected.items())
     assert examine(path).findings == []

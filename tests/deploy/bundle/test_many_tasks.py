@@ -11,7 +11,7 @@ import torch
 
 from confitune.deploy import Bundle, BundleError, Predictor, changing
 from confitune.engine import TaskFit
-from deploy.shared import NETWORK, add, backbone_of, checked, guess
+from deploy.shared import NETWORK, add, backbone_of, checked
 
 checks, store = (importlib.import_module(f"confitune.deploy.{name}") for name in ("checks", "bundle.store"))
 FEW, MANY = 10, 120
@@ -191,21 +191,3 @@ def test_the_tested_tasks_are_others_every_time(taught_once):
     assert chosen[0] == [change.task for change in checks.check_earlier(bundle, net, 3, 0)]
     assert len({tuple(some) for some in chosen}) > 2
     assert checks.check_earlier(bundle, net, 0, 0) == ()
-
-
-# ---- guessing --------------------------------------------------------------------------------------------------------
-
-
-def test_a_guess_among_some_tasks_reads_only_those(taught_once, monkeypatch):
-    path, loaded = taught_once[6], loads(monkeypatch)
-    predictor = Predictor.from_bundle(path, device="cpu", unknown=False)
-    pixels = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-    found = guess(predictor, pixels, ["reds", "checks", "reds"])
-    assert set(loaded) <= {"reds", "checks"}
-    assert {task for task, _ in found} <= {"reds", "checks"}
-    assert all(0 < share <= 1 for _, share in found)
-    assert [answer.task for answer in predictor.predict(pixels, [None, None], among=["blues"])] == ["blues", "blues"]
-    with pytest.raises(BundleError, match="no task 'birds'"):
-        guess(predictor, pixels, ["reds", "birds"])
-    with pytest.raises(BundleError, match="keeps no features of any of these tasks"):
-        guess(predictor, pixels, [])

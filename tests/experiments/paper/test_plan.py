@@ -12,24 +12,24 @@ def test_a_file_names_what_to_do_and_options_win(tmp_path):
     path = tmp_path / "some.yaml"
     path.write_text("what: [table1, curves]\ndatasets: [cifar100, flowers102]\nseeds: 3\nmodel: resnet34\n")
     scope, whats = read_scope(
-        [str(path), "theory"], tmp_path, given={"datasets": ["photos,digits"]}, changes=["lr=0.3"]
+        [str(path), "storage"], tmp_path, given={"datasets": ["photos,digits"]}, changes=["lr=0.3"]
     )
-    assert whats == ["table1", "curves", "theory"]
+    assert whats == ["table1", "curves", "storage"]
     assert (scope.datasets, scope.methods) == (("photos", "digits"), None)
     assert scope.given == {"seeds": 3, "model": "resnet34", "lr": 0.3}
 
 
 def test_a_file_can_train_some_rows_otherwise(tmp_path):
     path = tmp_path / "some.yaml"
-    rows = "rows: {mas-afec: {validation: 0.1, options: {mas: {strength: 60}, afec: {form: alternating}}}}"
+    rows = "rows: {mas-afec: {warmup: 0.1, options: {mas: {strength: 60}, afec: {strength: 20}}}}"
     path.write_text(f"what: table1\nmethods: [mas, mas-afec]\n{rows}\n")
     scope, _ = read_scope([str(path)], tmp_path)
     mas, afec = parts_of("table1", scope)
-    assert (mas.recipe.validation, afec.recipe.validation) == (0.0, 0.1)
+    assert (mas.recipe.warmup, afec.recipe.warmup) == (0.0, 0.1)
     assert mas.recipe.method("mas").options.strength == 30
     with_mas, with_afec = afec.recipe.method("mas-afec").hooks
     assert (with_mas.options.strength, with_mas.options.mode) == (60, "train")
-    assert (with_afec.options.strength, with_afec.options.form, with_afec.options.mode) == (10, "alternating", "train")
+    assert (with_afec.options.strength, with_afec.options.mode) == (20, "train")
 
 
 def test_runs_are_found_whatever_device_did_them(tmp_path):

@@ -93,7 +93,7 @@ def test_an_unknown_option_is_answered_with_the_nearest(option, near):
         ("pipeline", "publish", "published"),
         ("optimizer", "Adam", "adam"),
         ("lr_schedule", "cos", "cosine"),
-        ("augmentation", "crops", "crop"),
+        ("augmentation", "flips", "flip"),
         ("precision", "fp16", "bf16"),
     ],
 )

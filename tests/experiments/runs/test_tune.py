@@ -125,7 +125,7 @@ def test_another_option_takes_its_own_grid():
 
 def test_values_are_read_as_the_option_takes_them():
     assert plan_search("ewc", {}, grid=["1e4", "300", "300.0", "0"]).grid == (0.0, 300.0, 10000.0)  # once each, rising
-    assert plan_search("ewc", {}, "ewc.fisher", ["exact", "batch"]).grid == ("exact", "batch")
+    assert plan_search("ewc", {}, "ewc.mode", ["train", "eval"]).grid == ("train", "eval")
     assert plan_search("si", {}, "si.positive", ["true", "no"]).grid == (False, True)
     assert plan_search("ccll", {}, "ccll.start", ["random", "identity"]).grid == ("random", "identity")
     assert plan_search("ccll", {}, "ccll.start", ["random", "identity"]).retraining("identity").options == {
@@ -141,15 +141,15 @@ def test_values_are_read_as_the_option_takes_them():
         ("ewcc", None, (), "no method 'ewcc': did you mean 'ewc'?"),
         ("cpr", None, (), "the paper searched no option of cpr; choose one with --option: cpr.beta"),
         ("ccll", None, (), "choose one with --option: ccll.start, ccll.group, ccll.frozen"),
-        ("ewc", "ewc.lambda", (), "ewc has no option 'ewc.lambda'; there are ewc.strength, ewc.fisher, ewc.mode"),
+        ("ewc", "ewc.lambda", (), "ewc has no option 'ewc.lambda'; there are ewc.strength, ewc.mode"),
         ("ewc", "strength", (), "ewc has no option 'strength'"),
         ("ewc", "mas.strength", (), "ewc has no option 'mas.strength'"),
-        ("ewc", "ewc.fisher", (), "the paper has no grid for ewc.fisher: give its values with --grid"),
+        ("ewc", "ewc.mode", (), "the paper has no grid for ewc.mode: give its values with --grid"),
         ("ewc", None, ("300",), "two or more values to choose from, got 300: add --grid"),
         ("ewc", None, ("300", "300.0"), "two or more values"),
         ("ewc", None, ("300", "-1"), "options of ewc: strength: Input should be greater than or equal to 0"),
         ("ewc", None, ("300", "many"), "options of ewc: strength: Input should be a valid number"),
-        ("ewc", "ewc.fisher", ("exact", "exct"), "options of ewc: fisher: Input should be"),
+        ("ewc", "ewc.mode", ("train", "trian"), "options of ewc: mode: Input should be"),
     ],
 )
 def test_what_cannot_be_searched_is_explained(method, option, grid, message):

@@ -172,7 +172,7 @@ class Bundle:
 
 
 def by_features(tasks: Mapping[str, TaskRecord]) -> dict[str, tuple[str, TaskRecord]]:
-    """Tasks with features by the hash of those, which a renamed task keeps and a copy shares."""
+    """Tasks with features by the hash of those, which a renamed task keeps and one of the same photos shares."""
     found: dict[str, tuple[str, TaskRecord]] = {}
     for name, record in tasks.items():
         if record.features is not None:

@@ -161,19 +161,6 @@ class BundleChange:
             raise BundleError(f"{task!r} is the only task of {self.bundle.path}: delete the folder instead")
         self.commit({name: record for name, record in self.bundle.tasks.items() if name != task})
 
-    def copy_task(self, source: Bundle, task: str, to: str | None = None) -> None:
-        """Copy a task from another bundle, whose backbone must be this one's."""
-        record = source.record(task)
-        if not self.bundle.has_backbone_of(source):
-            raise BundleError(
-                f"{task!r} cannot be copied: the backbones of {source.path} and {self.bundle.path} are not the same. "
-                "Where learning moves the backbone, only a bundle that has learned the very same tasks can take it; "
-                "learn the task here instead"
-            )
-        for stored in record.files():
-            self.bundle.files.write(stored, source.files.check(stored))
-        self.add_task(to or task, record)
-
     def commit(self, tasks: Mapping[str, TaskRecord], shared: Mapping[str, Tensor] | None = None) -> None:
         """Make these the bundle's tasks, on disk as well; `shared` is the backbone, if it may have moved."""
         bundle = self.bundle

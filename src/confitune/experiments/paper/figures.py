@@ -1,4 +1,4 @@
-"""The figures: accuracy curves, storage, the propositions, and what the moments of the ablation's runs say.
+"""The figures: accuracy curves, storage, and what the moments of the ablation's runs say.
 
 Representational shift per convolution and accuracy with the test set's true moments are measured while runs go on.
 """
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from confitune.analysis.storage import measure_storage
-from confitune.analysis.theory import check_proposition1, check_proposition2, check_proposition3
 from confitune.experiments.paper.numbers import reported
 from confitune.experiments.paper.outcome import Outcome
 from confitune.experiments.paper.plan import TABLE1, Part, Parts, Scope
@@ -62,23 +61,6 @@ def storage(outcome: Outcome, scope: Scope, parts: Parts) -> None:
             one = found[name].per_task
             near = abs(one - told[name]) / told[name] <= 0.25
             outcome.claim(f"a task of {name} adds {told[name] / 1e6:.2f}M numbers", f"{one:,}", near)
-
-
-def theory(outcome: Outcome, scope: Scope, parts: Parts) -> None:
-    """Propositions 1 to 3 as numerical checks."""
-    first, second, third = check_proposition1(), check_proposition2(), check_proposition3()
-    outcome.data = {"proposition 1": first, "proposition 2": second, "proposition 3": third}
-    text = "1: the mean of a convolution's output is the convolution of the mean (padding K - 1, any stride)"
-    measured = f"largest difference {first['worst_violation']:.1e} in {first['cases']} random cases"
-    outcome.claim(text, measured, first["holds"])
-    text = "2: the loss of an earlier task is bounded below by how badly the head was aligned"
-    measured = f"largest violation {second['worst_violation']:.1e} in {second['instances']} instances"
-    outcome.claim(text, measured, second["holds"])
-    text = "2: the bound is tighter the better the features are"
-    measured = ", ".join(f"{level['distance']:.2f}: {level['tightness']:.2f}" for level in second["levels"])
-    outcome.claim(text, measured, second["tighter_with_better_features"])
-    text = "3: probing first, then fine-tuning moves no features and forgets nothing"
-    outcome.claim(text, f"largest move or loss {third['worst_violation']:.1e}", third["holds"])
 
 
 def _measured(part: Part, name: str, outcome: Outcome) -> list[Any]:

@@ -54,7 +54,6 @@ WHATS = {  # in the order of `all`
     "search": Reproduction("Hyperparameter search (appendix, table 2)", tables.search),
     "curves": Reproduction("Average accuracy after each task", figures.curves, [(TABLE1, {})]),
     "storage": Reproduction("Numbers stored as tasks grow", figures.storage),
-    "theory": Reproduction("Propositions 1 to 3, checked by numbers", figures.theory),
     "shift": Reproduction("Representational shift", figures.shift, [(ABLATION, {})]),
     "transductive": Reproduction("Transductive moments", figures.transductive, [(ABLATION, {})]),
 }

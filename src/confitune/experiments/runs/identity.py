@@ -127,8 +127,8 @@ def option_defaults(name: Any) -> dict[str, dict[str, Any]]:
 def value_text(value: Value) -> str:
     """As it is typed.
 
-    >>> value_text(300000.0), value_text(0.005), value_text(True), value_text("exact")
-    ('300000', '0.005', 'true', 'exact')
+    >>> value_text(300000.0), value_text(0.005), value_text(True), value_text("train")
+    ('300000', '0.005', 'true', 'train')
     """
     if isinstance(value, bool):
         return str(value).lower()

@@ -107,8 +107,8 @@ def make_recipe(values: Mapping[str, Any], source: str = "the options given") ->
 def merge_settings(values: Mapping[str, Any], given: Sequence[str]) -> dict[str, Any]:
     """A recipe's values with some of them set anew from texts such as 'lr=0.1' or 'ewc.strength=3000'.
 
-    >>> merge_settings({"options": {"ewc": {"fisher": "exact"}}}, ["ewc.strength=3e3", "lr=0.1"])
-    {'options': {'ewc': {'fisher': 'exact', 'strength': 3000.0}}, 'lr': 0.1}
+    >>> merge_settings({"options": {"ewc": {"mode": "train"}}}, ["ewc.strength=3e3", "lr=0.1"])
+    {'options': {'ewc': {'mode': 'train', 'strength': 3000.0}}, 'lr': 0.1}
     """
     merged = dict(values)
     options = values.get("options") or {}

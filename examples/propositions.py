@@ -1,5 +1,7 @@
 """The paper's propositions, checked by numbers.
 
+    python examples/propositions.py --out results/theory
+
 Proposition 1: the mean of a convolution's output depends on its input through the input's mean alone.
 
 For stride 1 and padding K - 1:  AvgPool(f(a)) = AvgPool(f(AvgPool_DP(a))),  AvgPool_DP(a) the map that is constant at
@@ -33,8 +35,10 @@ The head that linear probing finds already has zero loss, so the gradient is zer
 loss L_t'(B_t, v_t') stays what it was when that task was learned. Plain fine-tuning from a random head moves B.
 """
 
+import argparse
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +46,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import conv2d, pad
+
+from confitune.engine.result import command_line
+from confitune.experiments.paper.outcome import Outcome
+from confitune.experiments.paper.reproduce import write_outcomes
+from confitune.files import require_writable
 
 Array = NDArray[np.float64]
 
@@ -249,3 +258,31 @@ def _learn(seed: int, instances: int, tasks: int, probe: bool) -> tuple[list[flo
         forgotten.append(float(np.mean(changes)) if changes else 0.0)
         worst = max(worst, float(moved.max()), *(float(np.abs(change).max()) for change in changes))
     return forgotten, worst
+
+
+def checked() -> Outcome:
+    """What each proposition says, what was measured of it, and whether it holds."""
+    outcome = Outcome("theory", "Propositions 1 to 3, checked by numbers")
+    outcome.command = f"python examples/{command_line()}"
+    first, second, third = check_proposition1(), check_proposition2(), check_proposition3()
+    outcome.data = {"proposition 1": first, "proposition 2": second, "proposition 3": third}
+    text = "1: the mean of a convolution's output is the convolution of the mean (padding K - 1, any stride)"
+    measured = f"largest difference {first['worst_violation']:.1e} in {first['cases']} random cases"
+    outcome.claim(text, measured, first["holds"])
+    text = "2: the loss of an earlier task is bounded below by how badly the head was aligned"
+    measured = f"largest violation {second['worst_violation']:.1e} in {second['instances']} instances"
+    outcome.claim(text, measured, second["holds"])
+    text = "2: the bound is tighter the better the features are"
+    measured = ", ".join(f"{level['distance']:.2f}: {level['tightness']:.2f}" for level in second["levels"])
+    outcome.claim(text, measured, second["tighter_with_better_features"])
+    text = "3: probing first, then fine-tuning moves no features and forgets nothing"
+    outcome.claim(text, f"largest move or loss {third['worst_violation']:.1e}", third["holds"])
+    return outcome
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Check propositions 1 to 3 of the paper by numbers.")
+    parser.add_argument("--out", type=Path, default=Path("results/theory"), help="folder of the pages it writes")
+    out = parser.parse_args().out
+    require_writable(out)
+    write_outcomes(out, [checked()])

@@ -1,5 +1,10 @@
 """The propositions' checks: right where the assumptions hold, wrong where one is broken, and each part on its own."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +12,14 @@ from scipy.integrate import solve_ivp
 from scipy.linalg import null_space, subspace_angles
 from scipy.signal import correlate2d
 
-from confitune.analysis import theory
-from confitune.analysis.theory import check_proposition1, check_proposition2, check_proposition3, constant_map
+from confitune.files import run_file
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "examples/propositions.py"
+propositions = run_file(str(FILE))
+check_proposition1 = propositions.check_proposition1
+check_proposition2 = propositions.check_proposition2
+check_proposition3 = propositions.check_proposition3
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -37,7 +48,8 @@ def test_proposition1_with_scipy(kernel, stride):
 def test_the_constant_map():
     a = torch.arange(16.0).reshape(2, 2, 2, 2)
     assert torch.equal(
-        constant_map(a, torch.ones(1, 1, 2, 2)), torch.tensor([5.5, 9.5])[None, :, None, None].expand(2, 2, 2, 2)
+        propositions.constant_map(a, torch.ones(1, 1, 2, 2)),
+        torch.tensor([5.5, 9.5])[None, :, None, None].expand(2, 2, 2, 2),
     )
 
 
@@ -57,9 +69,9 @@ def test_proposition2_holds(seed):
 
 def test_proposition2_needs_one_frame(monkeypatch):
     """Taken as printed, heads are compared although their features are turned against each other."""
-    bound = theory._bound
+    bound = propositions._bound
     turned = np.array([[0.0, 1.0], [-1.0, 0.0]])
-    monkeypatch.setattr(theory, "_bound", lambda head, own, *given: bound(head, own @ turned, *given))
+    monkeypatch.setattr(propositions, "_bound", lambda head, own, *given: bound(head, own @ turned, *given))
     found = check_proposition2(instances=25)
     assert not found["holds"]
     assert found["worst_violation"] > 0.01
@@ -69,27 +81,27 @@ def test_the_bound_in_a_case_by_hand():
     """k = 1, d = 4: B = e1, samples along (e1 + e2) / sqrt 2 and e3, so that half of e1 is outside."""
     x = np.array([[[1, 1, 0, 0], [0, 0, 1, 0]]]) / np.sqrt([[2], [1]])
     features = np.array([[[1.0, 0, 0, 0]]])
-    cosine = theory.smallest_cosine(features, x)
+    cosine = propositions.smallest_cosine(features, x)
     assert cosine == pytest.approx(np.sqrt(0.5))
     head, best_head, target = np.array([[0.5]]), np.array([[2.0]]), np.array([[2.0, 0, 0, 0]])
     phi2 = abs((0.5 * 2) ** 2 - 4**2)  # 15: phi = 3.87, phi^2 / 2 = 7.5
-    assert theory._bound(head, best_head, target, cosine) == pytest.approx(np.sqrt(0.5) * np.sqrt(phi2) / 9)
+    assert propositions._bound(head, best_head, target, cosine) == pytest.approx(np.sqrt(0.5) * np.sqrt(phi2) / 9)
     head = np.array([[1.99]])
     phi2 = 16 - 3.98**2  # below 1: phi^2 / 2 is the smaller
-    assert theory._bound(head, best_head, target, cosine) == pytest.approx(np.sqrt(0.5) * phi2 / 2 / 9)
+    assert propositions._bound(head, best_head, target, cosine) == pytest.approx(np.sqrt(0.5) * phi2 / 2 / 9)
 
 
 @pytest.fixture
 def drawn():
     chance = np.random.default_rng(3)
-    features = theory.orthonormal_rows(chance, 4, 2, 9)
-    x = theory.inputs(chance, 4, 5, 9)
+    features = propositions.orthonormal_rows(chance, 4, 2, 9)
+    x = propositions.inputs(chance, 4, 5, 9)
     return chance, features, chance.normal(size=(4, 2)), x, chance.normal(size=(4, 5)) / 3
 
 
 def test_fine_tuning_follows_gradient_flow(drawn):
     _, features, head, x, y = drawn
-    after, head_after = theory.fine_tune(features, head, x, y, steps=20000, tolerance=1e-10)
+    after, head_after = propositions.fine_tune(features, head, x, y, steps=20000, tolerance=1e-10)
     for i in range(4):
 
         def flow(_, z, i=i):
@@ -110,10 +122,10 @@ def test_fine_tuning_follows_gradient_flow(drawn):
 def test_parts_of_the_linear_model(drawn):
     chance, features, head, x, y = drawn
     np.testing.assert_allclose(features @ features.swapaxes(1, 2), np.broadcast_to(np.eye(2), (4, 2, 2)), atol=1e-14)
-    probed = theory.probed_head(features, x, y)
-    cosines = theory.smallest_cosine(features, x)
-    others = theory.orthonormal_rows(chance, 4, 2, 9)
-    rotation = theory.best_rotation(features, others)
+    probed = propositions.probed_head(features, x, y)
+    cosines = propositions.smallest_cosine(features, x)
+    others = propositions.orthonormal_rows(chance, 4, 2, 9)
+    rotation = propositions.best_rotation(features, others)
     turns = np.linspace(0, 2 * np.pi, 4001)
     plain = np.array([[np.cos(turns), -np.sin(turns)], [np.sin(turns), np.cos(turns)]]).transpose(2, 0, 1)
     every = np.concatenate([plain, plain * [1, -1]])  # reflections, too
@@ -130,7 +142,7 @@ def test_parts_of_the_linear_model(drawn):
     points /= np.linalg.norm(points, axis=1, keepdims=True)
     target = chance.normal(size=(4, 9))
     gap = np.einsum("ikd,ik->id", features, head) - target
-    worst = theory.worst_case_error(features, head, target)
+    worst = propositions.worst_case_error(features, head, target)
     assert (np.abs(points @ gap.T).max(0) <= worst + 1e-12).all()
     towards = gap / np.linalg.norm(gap, axis=1, keepdims=True)
     np.testing.assert_allclose((towards * gap).sum(1), worst)
@@ -146,8 +158,8 @@ def test_proposition3_holds_and_plain_fine_tuning_forgets():
 
 
 def test_proposition3_needs_the_probed_head(monkeypatch):
-    probed = theory.probed_head
-    monkeypatch.setattr(theory, "probed_head", lambda *given: probed(*given) + 0.1)
+    probed = propositions.probed_head
+    monkeypatch.setattr(propositions, "probed_head", lambda *given: probed(*given) + 0.1)
     found = check_proposition3(instances=8, tasks=3)
     assert not found["holds"]
     assert found["worst_violation"] > 1e-3
@@ -160,3 +172,15 @@ def test_the_same_seed_gives_the_same_numbers():
         (check_proposition3, {"instances": 3, "tasks": 2}),
     ):
         assert check(5, **options) == check(5, **options) != check(6, **options)
+
+
+def test_the_program_writes_the_pages_that_are_committed(tmp_path):
+    assert f"python examples/{FILE.name} --out results/theory" in FILE.read_text()
+    subprocess.run([sys.executable, FILE, "--out", tmp_path], check=True)
+    made, there = (json.loads((folder / "outcomes.json").read_text()) for folder in (tmp_path, ROOT / "results/theory"))
+    assert [*made] == [*there] == ["theory"]
+    claims = [[(claim["text"], claim["holds"]) for claim in found["theory"]["claims"]] for found in (made, there)]
+    assert claims[0] == claims[1]
+    assert [holds for _, holds in claims[0]] == [True] * 4
+    assert (tmp_path / "reproduction.md").exists()
+    assert "python examples/propositions.py --out" in (tmp_path / "README.md").read_text()
