@@ -50,6 +50,17 @@ def test_it_says_its_version(confitune):
     assert (said.code, said.out) == (0, f"confitune {__version__}\n")
 
 
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_that_wait_leave_the_processor_to_others_unless_asked_not_to(confitune, monkeypatch, given, spins):
+    others = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    monkeypatch.setattr(os, "environ", others | given)
+    confitune("--version")
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
 def test_ctrl_c_says_how_to_go_on(confitune, tiny, tmp_path, monkeypatch):
     def interrupted(self):
         raise KeyboardInterrupt
