@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from confitune.deploy import BundleError, Predictor
+from confitune.deploy import BundleError, Predictor, mixed
 from confitune.deploy.mixed import CannotMixError, Captured, MixedNet
 from confitune.methods import METHODS
 from confitune.methods.ccll import Calibrations
@@ -155,6 +155,22 @@ class Windows(nn.Module):
 def test_what_cannot_be_mixed_says_why(learned, model, parts, why):
     with pytest.raises(CannotMixError, match=why):
         mixed_of(learned(model, parts()))
+
+
+def test_without_a_compiler_there_are_no_kernels(monkeypatch, caplog):
+    """As in a container that has none: torch's own operators do it then."""
+    module = type("module", (), {"inner": lambda *inputs: _fail(), "finished": None})
+    monkeypatch.setattr(mixed, "find_spec", lambda name: True)
+    monkeypatch.setattr(mixed, "import_module", lambda name: module)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: torch.empty(shape))
+    assert mixed._kernels.__wrapped__() is None
+    assert "take longer than they could: Failed to find C compiler" in caplog.text
+    monkeypatch.setattr(mixed, "find_spec", lambda name: None)
+    assert mixed._kernels.__wrapped__() is None
+
+
+def _fail():
+    raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
 
 
 class Twice(nn.Module):

@@ -28,6 +28,7 @@ from confitune.deploy.folding import folded_pretrained
 from confitune.engine.capture import forget_capture
 from confitune.errors import ConfituneError
 from confitune.nn import ContinualNet, Deltas, Head, Moments, Norms, XconvNorms
+from confitune.nn.geometry import ConvGeometry
 from confitune.nn.pairing import Flow, trace_flow
 from confitune.nn.parts.deltas import product
 from confitune.nn.parts.norms import norm_layers
@@ -259,8 +260,17 @@ class MixedNet:
 
 @cache
 def _kernels() -> Any:
-    """For GPUs, where Triton is there, as it is with torch on Linux."""
-    return import_module("confitune.deploy.mixed_kernels") if find_spec("triton") else None
+    """For GPUs, where Triton is there, as it is with torch on Linux, and finds the C compiler that it needs."""
+    if find_spec("triton") is None:
+        return None
+    kernels = import_module("confitune.deploy.mixed_kernels")
+    try:
+        x, one = torch.zeros(1, 1, 1, 1, device="cuda"), torch.zeros(1, 1, 1, device="cuda")
+        kernels.finished(kernels.inner(x, one, one, ConvGeometry(), (1, 1)), one, x)
+    except Exception as error:  # whatever a compiler can say
+        _log.warning("batches that mix tasks take longer than they could: %s", str(error).partition("\n")[0])
+        return None
+    return kernels
 
 
 def _finished(
