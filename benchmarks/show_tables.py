@@ -425,6 +425,8 @@ def load_table(numbers: Numbers) -> str:
         ["the same, one request at a time", f"{numbers['one_at_a_time_images_per_second']:,.1f}"],
         ["images answered, and checked", f"{numbers['images']:,}"],
         ["wrong answers", f"{numbers['wrong']:,}"],
+        ["changes of the bundle meanwhile", f"{numbers['changes_meanwhile']}"],
+        ["versions of it that answered", f"{numbers['versions_that_answered']}"],
         ["requests refused, 429", f"{numbers['rejected']:,}"],
         ["half of all answers within, ms", count(numbers["p50_ms"])],
         ["99 of 100 within, ms", count(numbers["p99_ms"])],
