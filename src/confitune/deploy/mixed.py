@@ -169,7 +169,7 @@ class MixedNet:
         self._norm_after = {call.module: norm for norm in norms if (call := flow.conv_before(norm)[0]) is not None}
         self._rectified = self._before_relu & set(self._norm_after.values())
         if not torch.allclose(self._forward(x, rows)[0], expected, 1e-3, 1e-3 * float(expected.abs().max())):
-            self._norm_after = {}
+            self._norm_after, self._rectified = {}, set()
         self._table.zero_()
         self._rows.clear()
 
@@ -218,7 +218,7 @@ class MixedNet:
         norm, made, version = self._fresh
         if x is made and x._version == version:  # nothing was added to it in place
             self._before_relu.add(norm)
-            if self._norm_after and norm in self._rectified:
+            if norm in self._rectified:
                 return x
         return relu(x, in_place)
 

@@ -11,6 +11,7 @@ Images are channels last. What is each image's own is a part of rows that lie eq
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,11 +30,12 @@ def inner(x: Tensor, a: Tensor, windows: Tensor, geometry: ConvGeometry, sides: 
     pixels = max(_NUMBERS // block, 1)
     z, found = x.new_empty(images, rank, height, width), x.new_empty(images, rank, *sides)
     project: Any = _project[(triton.cdiv(height * width, pixels), images)]
-    project(x, a, z, height * width, channels, a.stride(0), rank, pixels, block)
     top, left = (geometry.axis_padding(axis, size)[0] for axis, size in enumerate((height, width)))
     window: Any = _window[(triton.cdiv(sides[0] * sides[1], _PIXELS), images * rank)]
     where = *geometry.stride, *geometry.dilation, top, left
-    window(z, windows, found, *sides, height, width, a.stride(0), *where, *geometry.kernel, rank, _PIXELS)
+    with torch.cuda.device_of(x):  # Triton launches on the current GPU, wherever the tensors are
+        project(x, a, z, height * width, channels, a.stride(0), rank, pixels, block)
+        window(z, windows, found, *sides, height, width, a.stride(0), *where, *geometry.kernel, rank, _PIXELS)
     return found
 
 
@@ -52,7 +54,8 @@ def finished(
     finish: Any = _finish[(triton.cdiv(height * width, pixels), images, triton.cdiv(channels, _CHANNELS))]
     norm = [b, b] if scale is None else [scale, shift]
     row, rank = b.stride(0), b.shape[2]
-    finish(y, found, b, *norm, height * width, channels, row, rank, scale is not None, rectify, pixels, _CHANNELS)
+    with torch.cuda.device_of(y):
+        finish(y, found, b, *norm, height * width, channels, row, rank, scale is not None, rectify, pixels, _CHANNELS)
     return y
 
 

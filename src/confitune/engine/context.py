@@ -31,6 +31,7 @@ def steps_of(task: Task, settings: TrainSettings) -> int:
 
 
 def _steps_an_epoch(task: Task, settings: TrainSettings) -> int:
+    """What is left over is dropped."""
     return len(task.train) // min(settings.batch_size, len(task.train))
 
 
@@ -50,7 +51,7 @@ class Learning(TaskContext):
         self.images = len(task.train)
         self.labels = task.train.labels.to(self.device)
         self.batch_size = min(self.settings.batch_size, self.images)
-        self.steps_an_epoch = self.images // self.batch_size  # what is left over is dropped
+        self.steps_an_epoch = _steps_an_epoch(task, self.settings)
         self.seed = self._seed("penalty")
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
