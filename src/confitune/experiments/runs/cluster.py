@@ -68,12 +68,13 @@ def share_of(
 def connect(on: str) -> Any:
     """Ray, connected to the cluster that `--on` names; see `confitune.experiments.runs.runner.open_place`."""
     address = os.environ.get("RAY_ADDRESS", "") if on == "ray" else on
-    if address:
-        _require_answer(address, on)
+    listener = _listener(address, on)
     try:
         import ray
     except ImportError as error:
         raise ConfituneError(f"--on {on} needs Ray: pip install 'confitune[ray]'") from error
+    if listener:
+        _require_answer(listener, address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     here = {"address": "local", "include_dashboard": False, "object_store_memory": _STORE_BYTES}
     try:
@@ -84,15 +85,20 @@ def connect(on: str) -> Any:
     return ray
 
 
-def _require_answer(address: str, on: str) -> None:
-    """Refuse an address at which nobody listens: Ray would end this process after a minute, without an exception."""
-    if address == "auto":  # Ray finds the one that runs on this machine
-        return
+def _listener(address: str, on: str) -> tuple[str, int] | None:
+    """Host and port of an address; None where Ray finds or starts the cluster on this machine."""
+    if address in ("", "auto"):
+        return None
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         raise ConfituneError(f"--on {on}: write local, ray, HOST:PORT or ray://HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _require_answer(listener: tuple[str, int], address: str) -> None:
+    """Refuse an address at which nobody listens: Ray would end this process after a minute, without an exception."""
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        socket.create_connection(listener, timeout=10).close()
     except OSError as error:
         raise ConfituneError(f"no answer from {address} ({error}): is a Ray cluster running there?") from error
 
